@@ -409,6 +409,23 @@ def test_functions_and_plug_ins_of_the_user_are_accepted(functions: dict[str, An
             "got top_k=5, .* and trainer.strategy=.* cannot use them. Remove top_k",
         ),
         ({"generator.sampling_params.top_k": 5}, ConfigError, "got top_k=5, so only the most likely tokens"),
+        *(
+            (
+                {f"generator.{section}.extra_args.min_tokens": 3},
+                ConfigError,
+                f"generator.{section}.extra_args: got min_tokens, but the engine .* has no further sampling parameters",
+            )
+            for section in ("sampling_params", "eval_sampling_params")
+        ),
+        (
+            {
+                "generator.sampling_params.extra_args": {"extra_args": {"mine": 1}},
+                "generator.inference_engine.backend": "vllm",
+                "generator.inference_engine.weight_verification.prove_at_start": False,
+            },
+            ConfigError,
+            r"prove_at_start: got false, but only this proof .*extra_args \(extra_args\) keeps log-probs exact",
+        ),
         (
             {"trainer.algorithm.temperature": 0.9},
             ConfigError,

@@ -15,6 +15,7 @@ from rl_core.config.loading import known_paths
 from rl_core.config.resolving import as_mapping, leaves, unresolved, value_at, with_value
 from rl_core.config.yaml12 import Yaml12Dumper, Yaml12Loader
 from rl_core.errors import ConfigError
+from rl_core.interfaces import SamplingParams
 
 
 def reloaded(config: Config, tmp_path: Path, *overrides: str) -> Config:
@@ -45,6 +46,15 @@ def test_evaluation_is_greedy_and_takes_length_limit_and_stop_strings_of_trainin
     )
     params = config.generator.eval_sampling_params.to_params()
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.stop) == (7, 0.0, 1.0, 4, ("\n",))
+
+
+def test_every_sampling_key_reaches_the_request():
+    own = {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "extra_args": {"logit_bias": {"5": 1.0}}}
+    sections = ("generator.sampling_params", "generator.eval_sampling_params")
+    keys = {"max_generate_length": 7, "stop": ["a"], **own}
+    generator = from_mapping(dict.fromkeys(sections, keys)).generator
+    expected = SamplingParams(max_tokens=7, stop=("a",), **own)
+    assert generator.sampling_params.to_params() == generator.eval_sampling_params.to_params() == expected
 
 
 SYNC, ENGINE = "generator.inference_engine.weight_sync_backend", "generator.inference_engine"

@@ -14,10 +14,15 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.config import from_mapping
-from rl_core.errors import WeightSyncError
+from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Completion, GenerateRequest
 from rl_core.trainer.before.settings import serving_settings
-from rl_core.trainer.publishing.verification import LIMITS, VerificationSettings, WeightVerification
+from rl_core.trainer.publishing.verification import (
+    LIMITS,
+    VerificationSettings,
+    WeightVerification,
+    verification_of,
+)
 from rl_core.workers import MicroBatchLimits
 
 PRETRAINED, USUAL = -15.3, -5.0
@@ -61,6 +66,7 @@ class Sides:
         }
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        self.requested = request.params
         length, count = len(request.prompt_tokens), request.params.max_tokens
         logprobs = self._logprobs(self.served, self.sampled_differently + BETWEEN_RIGHT_SIDES, length + count)[length:]
         return (
@@ -122,6 +128,27 @@ async def test_an_engine_that_samples_other_log_probs_than_it_scores_is_refused_
     )
     with pytest.raises(WeightSyncError, match=message):
         await prove(Sides(PRETRAINED, sampled_differently=1.0), settings_of(**PASSED))
+
+
+class Unperturbable(Sides):
+    async def is_perturbable(self) -> bool:
+        return False
+
+
+async def test_sampling_is_proved_for_arguments_of_the_engine_even_if_weights_cannot_be_perturbed():
+    sides = Unperturbable(PRETRAINED, sampled_differently=1.0)
+    arguments = {"generator.sampling_params.extra_args": {"extra_args": {"my_sampler": 1}}}
+    await prove(sides, settings_of(**PASSED))  # without them, nothing is proved
+    await prove(Unperturbable(PRETRAINED), settings_of(**PASSED, **arguments))
+    with pytest.raises(WeightSyncError, match=r"do not sample .*extra_args \(extra_args\); remove what changes"):
+        await prove(sides, settings_of(**PASSED, **arguments))
+    assert sides.requested.extra_args == {"extra_args": {"my_sampler": 1}}
+
+
+def test_arguments_of_an_engine_that_cannot_score_are_refused():
+    settings = settings_of(**PASSED, **{"generator.sampling_params.extra_args": {"extra_args": {}}})
+    with pytest.raises(ConfigError, match=r"extra_args: got extra_args, but this engine cannot score tokens"):
+        verification_of(settings, cast(Any, None), cast(Any, object()), cast(Any, None))
 
 
 async def test_with_a_correction_the_difference_is_logged_and_the_run_goes_on(caplog: pytest.LogCaptureFixture):

@@ -267,6 +267,12 @@ def _check_sampled_distribution(config: Config) -> None:
             f"generator.sampling_params.temperature={sampling.temperature:g}, so the trainer would score "
             "another distribution; remove this key"
         )
+    if sampling.extra_args and not config.generator.inference_engine.weight_verification.prove_at_start:
+        raise ConfigError(
+            "generator.inference_engine.weight_verification.prove_at_start: got false, but only this proof shows "
+            f"that generator.sampling_params.extra_args ({', '.join(sampling.extra_args)}) keeps log-probs exact; set "
+            "prove_at_start=true, or remove extra_args"
+        )
     if not sampling.is_truncated:
         return
     engine, backend = config.generator.inference_engine.backend, trainer.strategy

@@ -174,6 +174,7 @@ _NCCL_BUFFERS = "torch allocates the buffers, so that they can be moved to the C
 _OWN_SECTION = "how sequences are split over ranks is set in the backend's own section"
 _CHUNKS = "trainer.logprobs_chunk_size limits how many tokens' logits are in memory at a time"
 _NO_ENGINE = "no engine of this version supports it"
+_PENALTY = "only evaluation can have it: set generator.eval_sampling_params.extra_args.repetition_penalty"
 _SAMPLES = "samples are written to samples.jsonl"
 _OVERLONG = "the environment adds such a penalty to its reward; the recipe dapo does this with soft_overlong_penalty"
 _AGENTS = "set generator.inference_engine.router_port if agents outside the run use the policy"
@@ -390,8 +391,8 @@ for _name, _entry_of_name in list(UNSUPPORTED.items()):
         UNSUPPORTED.setdefault(f"generator.{_name.removeprefix(_ENGINE)}", _entry_of_name)
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("log-probs of sampled tokens are always returned", (None, 0, 1))
-    UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported(_NO_ENGINE, (1, 1.0))
-    UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("set the sampling keys directly", (None,))
+    UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported(_PENALTY, (1, 1.0))
+    UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("set extra_args", (None,))
 
 
 def translated(

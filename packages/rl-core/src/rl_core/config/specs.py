@@ -12,7 +12,15 @@ from rl_core.config import plugin_options
 from rl_core.config.contract_one import adapted_engine, adapted_generator, is_of_contract_one
 from rl_core.config.tree import Config, EnvironmentConfig
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EngineFree, EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin, LoraConfig
+from rl_core.interfaces import (
+    EngineFree,
+    EngineSpec,
+    GeneratorPlugin,
+    GeneratorSpec,
+    InferencePlugin,
+    LoraConfig,
+    SamplingParams,
+)
 
 _GENERATOR, _ENGINE = plugin_options.SECTIONS
 
@@ -22,10 +30,12 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
 
     Raises:
         PluginError: the plug-in is not installed.
-        ConfigError: the configuration is not resolved, or names no model.
+        ConfigError: the configuration is not resolved, or names no model; or it sets sampling parameters that the
+            engine does not have.
     """
     engine, trainer = config.generator.inference_engine, config.trainer
     plugin = plugins.load(_ENGINE.group, engine.backend, key=f"{_ENGINE.path}.{_ENGINE.field}")
+    _require_accepted_arguments(plugin, config)
     spec = EngineSpec(
         options=_options(_ENGINE, config),
         model_path=config.policy_model_path,
@@ -70,6 +80,8 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
             name, reference.inference_options, _ENGINE, key="trainer.ref.inference_options"
         ),
         model_path=reference.model.path,
+        sampling=SamplingParams(),
+        eval_sampling=SamplingParams(),
         num_engines=1,
         return_routed_experts=False,
         return_kept_tokens=False,
@@ -124,6 +136,17 @@ def environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
         "reward_weights": list(environment.reward_weights),
     }
     return {**environment.options, **functions}
+
+
+def _require_accepted_arguments(plugin: InferencePlugin, config: Config) -> None:
+    generator = config.generator
+    for name, sampling in (("sampling", generator.sampling_params), ("eval_sampling", generator.eval_sampling_params)):
+        if sampling.extra_args and not getattr(plugin, "accepts_extra_args", False):
+            raise ConfigError(
+                f"generator.{name}_params.extra_args: got {', '.join(map(str, sampling.extra_args))}, but the engine "
+                f"{generator.inference_engine.backend!r} has no further sampling parameters; remove this key, or "
+                "choose an engine that has them, such as generator.inference_engine.backend=vllm"
+            )
 
 
 def _options(section: plugin_options.Section, config: Config) -> Any:

@@ -452,6 +452,9 @@ class SamplingConfig:
     """Exclude tokens whose probability is below this fraction of the most likely token's; 0: none."""
     stop: tuple[str, ...] = ()
     """A response ends when its text contains one of these strings."""
+    extra_args: Mapping[str, Any] = attrs.field(factory=dict)
+    """Further parameters of the engine's own sampling, by the engine's names (docs/algorithms.md, Sampling). Parameters
+    that change the distribution are allowed only in evaluation."""
 
     @property
     def truncating(self) -> tuple[str, ...]:
@@ -466,14 +469,7 @@ class SamplingConfig:
 
     def to_params(self) -> SamplingParams:
         """The parameters in the form that engines take."""
-        return SamplingParams(
-            max_tokens=self.max_generate_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop=self.stop,
-        )
+        return _sampling_params(self, self.max_generate_length, self.stop)
 
 
 @attrs.frozen(kw_only=True)
@@ -492,17 +488,21 @@ class EvalSamplingConfig:
     """As in training. Without effect at temperature 0."""
     stop: tuple[str, ...] | None = None
     """A response ends when its text contains one of these strings. None: `generator.sampling_params.stop`."""
+    extra_args: Mapping[str, Any] = attrs.field(factory=dict)
+    """Further parameters of the engine's own sampling, by the engine's names. Those of training are not taken over."""
 
     def to_params(self) -> SamplingParams:
         """The parameters in the form that engines take. Raises ConfigError if not resolved."""
-        return SamplingParams(
-            max_tokens=resolved("generator.eval_sampling_params.max_generate_length", self.max_generate_length),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop=resolved("generator.eval_sampling_params.stop", self.stop),
-        )
+        key = "generator.eval_sampling_params"
+        max_tokens = resolved(f"{key}.max_generate_length", self.max_generate_length)
+        return _sampling_params(self, max_tokens, resolved(f"{key}.stop", self.stop))
+
+
+def _sampling_params(
+    config: SamplingConfig | EvalSamplingConfig, max_tokens: int, stop: tuple[str, ...]
+) -> SamplingParams:
+    same = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p", "extra_args")}
+    return SamplingParams(max_tokens=max_tokens, stop=stop, **same)
 
 
 @attrs.frozen(kw_only=True)

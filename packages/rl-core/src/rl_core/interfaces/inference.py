@@ -34,6 +34,9 @@ class SamplingParams:
     """Tokens that end generation in addition to the model's end-of-sequence token. The stopping token is part of the
     response."""
     ignore_eos: bool = False
+    extra_args: Mapping[str, Any] = attrs.field(factory=dict)
+    """Further parameters of the engine's own sampling, by the engine's names. Only for engines whose plug-in has an
+    attribute `accepts_extra_args` that is true."""
     structural_tag: str | None = None
     """Grammar that the whole response must match: a structural tag of xgrammar, as JSON text. The reported log-probs
     are then those of the constrained distribution. Only for engines of a `GrammarSampling` plug-in."""

@@ -163,8 +163,8 @@ class ReferenceEngine:
                 running.task.cancel()
 
     def _require_possible(self, request: GenerateRequest) -> None:
-        if request.params.structural_tag is not None:
-            raise GenerationError("the reference engine accepts no structural_tag; leave it None")
+        if request.params.structural_tag is not None or request.params.extra_args:
+            raise GenerationError("the reference engine accepts neither structural_tag nor extra_args")
         length = len(request.prompt_tokens) + request.params.max_tokens
         limit: int = self.model.config.max_position_embeddings
         if not request.prompt_tokens or length > limit:

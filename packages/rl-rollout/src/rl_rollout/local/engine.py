@@ -247,6 +247,11 @@ class LocalEngine:
             raise GenerationError(
                 f"{who}: got token ids {lowest}…{highest}, but the model's vocabulary is 0…{self._vocab_size - 1}"
             )
+        if params.extra_args:
+            raise GenerationError(
+                f"{who}: the local engine has no further sampling parameters, but extra_args sets "
+                f"{', '.join(params.extra_args)}"
+            )
         if params.structural_tag is not None:
             raise GenerationError(
                 f"{who}: the local engine cannot constrain a response by a grammar (structural_tag); choose "

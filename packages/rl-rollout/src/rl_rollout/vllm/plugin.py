@@ -21,6 +21,7 @@ from rl_rollout.vllm.engine_arguments import (
 )
 from rl_rollout.vllm.memory_plan import plan_engine
 from rl_rollout.vllm.options import VLLMOptions
+from rl_rollout.vllm.sampling_arguments import require_sampling_arguments, try_sampling_arguments
 
 _SECTION = "generator.inference_engine"
 
@@ -33,6 +34,7 @@ class VLLMPlugin:
     receives_deltas: bool = True
     accepts_structural_tags: bool = True
     returns_kept_tokens: bool = True
+    accepts_extra_args: bool = True
     name: str = "vllm"
     options_class: type = VLLMOptions
 
@@ -54,6 +56,7 @@ class VLLMPlugin:
             require_known(spec.init_kwargs)
             require_own_distribution(spec)
         require_kept_temperatures(spec)
+        require_sampling_arguments(spec)
         ranks = options.tensor_parallel_size * options.data_parallel_size
         if options.expert_parallel_size not in (1, ranks):
             possible = " or ".join(str(size) for size in dict.fromkeys((1, ranks)))
@@ -99,7 +102,13 @@ class VLLMPlugin:
         from rl_rollout.vllm.launch import create_client
 
         self.validate(spec)
-        return await create_client(spec)
+        client = await create_client(spec)
+        try:
+            await try_sampling_arguments(client, spec)
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
 
 def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:

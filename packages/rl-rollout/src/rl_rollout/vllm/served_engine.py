@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import attrs
+import msgspec
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -278,7 +280,10 @@ class ServedEngine:
 
     async def _sample(self, request: GenerateRequest, index: int) -> Completion:
         request_id = f"{request.sample_id}/{index}"
-        params = _engine_params(request.params, (request.seed + index) % _MAX_SEED)
+        try:
+            params = _engine_params(request.params, (request.seed + index) % _MAX_SEED)
+        except (VLLMClientError, ValueError) as error:
+            raise GenerationError(f"sample {request.sample_id}: vLLM refuses its parameters: {error}") from error
         # vLLM's `generate` registers the request before its first suspension, so `_end_version` finds the request
         # from the start.
         self._spans[request_id] = []
@@ -311,8 +316,10 @@ class ServedEngine:
 
     def _completion(self, output: CompletionOutput, spans: Sequence[tuple[int | None, int]]) -> Completion:
         tokens = tuple(output.token_ids)
-        if output.finish_reason not in ("stop", "length", "abort"):
-            raise GenerationError(f"the engine ended a sample with {output.finish_reason!r}")
+        # `repetition_detection` cut the sample.
+        reason: Any = "length" if output.finish_reason == "repetition" else output.finish_reason
+        if reason not in ("stop", "length", "abort"):
+            raise GenerationError(f"the engine ended a sample with {reason!r}")
         flat: Any = output.logprobs
         versions: list[int] = []
         for end, version in (*spans, (None, self.version)):
@@ -321,7 +328,7 @@ class ServedEngine:
             tokens=tokens,
             logprobs=tuple(flat.logprobs[start] for start in flat.start_indices) if tokens else (),
             policy_versions=tuple(versions),
-            stop_reason=output.finish_reason,
+            stop_reason=reason,
             routed_experts=output.routed_experts,
             kept_tokens=self._kept_tokens(output, len(tokens)) if self.returns_kept_tokens else None,
         )
@@ -473,23 +480,24 @@ def _described(error: BaseException) -> str:
 
 
 def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
-    tag = params.structural_tag
-    return EngineSamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        stop=list(params.stop),
-        stop_token_ids=list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        structured_outputs=None if tag is None else StructuredOutputsParams(structural_tag=tag),
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
+    """Raises ValueError for `extra_args` that are not fields of vLLM's parameters, have another type, or whose values
+    vLLM refuses. A wrong type would end the engine's input thread."""
+    fields = attrs.asdict(params)
+    fields |= {name: list(fields[name]) for name in ("stop", "stop_token_ids")}  # vLLM requires lists
+    tag, extra = fields.pop("structural_tag"), fields.pop("extra_args")
+    if unknown := extra.keys() - set(EngineSamplingParams.__struct_fields__):
+        raise ValueError(f"vLLM has no sampling parameters {', '.join(sorted(unknown))}")
+    ours = {
+        **fields,
+        "structured_outputs": None if tag is None else StructuredOutputsParams(structural_tag=tag),
+        "seed": seed,
+        "logprobs": 0,
+        "flat_logprobs": True,
         # Text is needed only to find stop strings.
-        detokenize=bool(params.stop),
-        skip_special_tokens=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+        "detokenize": bool(params.stop),
+        "skip_special_tokens": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,
+    }
+    typed = msgspec.convert({**extra, **fields}, EngineSamplingParams, str_keys=True) if extra else None
+    return EngineSamplingParams(**{name: getattr(typed, name) for name in extra}, **ours)

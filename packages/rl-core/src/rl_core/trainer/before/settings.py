@@ -167,6 +167,7 @@ def _verification(config: Config) -> VerificationSettings:
         limit_grows=verification.limit is None,
         is_corrected=asks_for_correction(config),
         engine_options=tuple(config.generator.inference_engine.engine_init_kwargs),
+        extra_args=config.generator.sampling_params.extra_args,
         seed=config.trainer.seed,
         limits=_limits(config, config.trainer.micro_forward_batch_size_per_gpu),
     )

@@ -291,5 +291,4 @@ def group_request(row: DataRow, group_id: int, start_version: int, settings: Rol
 
 def greedy_request(request: GroupRequest) -> GroupRequest:
     """A request for one greedy answer to the same prompt."""
-    params = attrs.evolve(request.params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-    return attrs.evolve(request, num_samples=1, params=params)
+    return attrs.evolve(request, num_samples=1, params=attrs.evolve(request.params, temperature=0.0))

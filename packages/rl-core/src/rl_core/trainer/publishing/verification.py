@@ -15,15 +15,16 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, cast
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import attrs
 import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_core.errors import WeightSyncError
+from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import GenerateRequest, InferenceClient, Sampler, SamplingParams, Scoring
 from rl_core.tasks import all_of
 from rl_core.workers import MicroBatchLimits, WorkerGroup
@@ -87,6 +88,8 @@ class VerificationSettings:
     difference above the limit is a warning in the first comparison, and the limit of the later ones follows from it."""
     engine_options: tuple[str, ...] = ()
     """Options that were passed to the engine, for messages."""
+    extra_args: Mapping[str, Any] = attrs.field(factory=dict)
+    """`SamplingParams.extra_args` of training. If there are any, the proof of sampling cannot be left out."""
     seed: int
     limits: MicroBatchLimits
     """Limits of the trainer's forward passes."""
@@ -121,7 +124,7 @@ class WeightVerification:
     async def prove(self) -> None:
         """Proves that each trained tensor reaches every engine: adds noise, publishes and probes; then restores the
         weights, publishes and probes again. Only warns if the backend cannot perturb its weights. Then proves that the
-        engines sample from the trainer's distribution.
+        engines sample from the trainer's distribution, with the run's `extra_args`.
 
         Raises:
             WeightSyncError: an engine computes with another tensor than the trainer, or samples from another
@@ -131,9 +134,12 @@ class WeightVerification:
         await self._prove_weights()
         if self._usual is not None:
             await self._prove_sampling()
+        elif self._settings.extra_args:
+            raise WeightSyncError(f"no engine was in service to prove that {self._arguments} leaves log-probs exact")
 
     async def _prove_weights(self) -> None:
-        if self._usual is None and self._settings.is_corrected:  # the difference without noise must be known
+        # The difference without noise must be known.
+        if self._usual is None and (self._settings.is_corrected or self._settings.extra_args):
             await self._probe("the weights were published")
         if self._usual:
             logger.warning(
@@ -173,11 +179,14 @@ class WeightVerification:
 
         Raises WeightSyncError if they differ more than the limit, and nothing corrects for it.
         """
-        params = SamplingParams(max_tokens=_NUM_SAMPLED, ignore_eos=True)
+        params = SamplingParams(max_tokens=_NUM_SAMPLED, ignore_eos=True, extra_args=self._settings.extra_args)
         prompts = [tuple(tokens[:-_NUM_SAMPLED]) for tokens in self._sequences]
         requests = [
-            GenerateRequest(sample_id=f"proof-{at}", prompt_tokens=prompt, params=params, seed=self._settings.seed)
-            for at, prompt in enumerate(prompts)
+            # A server that outlives a run would answer a known id with the sample of an earlier proof.
+            GenerateRequest(
+                sample_id=f"proof-{uuid.uuid4().hex}", prompt_tokens=prompt, params=params, seed=self._settings.seed
+            )
+            for prompt in prompts
         ]
         completions = [one for (one,) in await all_of(self._client.generate(request) for request in requests)]
         sequences = [[*prompt, *one.tokens] for prompt, one in zip(prompts, completions, strict=True)]
@@ -207,10 +216,16 @@ class WeightVerification:
     def _remedy(self) -> str:
         options = self._settings.engine_options
         given = f" (engine_init_kwargs sets {', '.join(options)})" if options else ""
+        sampled = f"The requests had {self._arguments}; remove what changes the distribution. "
         return (
-            "If an option of the engine changes its numbers, such as a quantisation or a cache of another dtype"
-            f"{given}, remove it, or correct for it with trainer.algorithm.off_policy_correction.tis_ratio_type=token"
+            f"{sampled if self._settings.extra_args else ''}If an option of the engine changes its numbers, such as a "
+            f"quantisation or a cache of another dtype{given}, remove it, or correct for it with "
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
         )
+
+    @property
+    def _arguments(self) -> str:
+        return f"generator.sampling_params.extra_args ({', '.join(self._settings.extra_args)})"
 
     async def _perturb(self) -> float:
         """Adds noise of the smallest scale that changes the trainer's log-probs enough. Returns the change in nats.
@@ -326,10 +341,19 @@ def verification_of(
     publish: Callable[[], Awaitable[object]],
 ) -> WeightVerification | None:
     """Creates the run's verification. Returns None if the settings switch it off, or (with a warning) if the engines
-    cannot score tokens."""
+    cannot score tokens.
+
+    Raises:
+        ConfigError: the run has `extra_args`, whose effect is unknown if the engines cannot score.
+    """
     if not settings.prove_at_start and settings.interval == 0:
         return None
     if not isinstance(client, Scoring):
+        if settings.extra_args:
+            raise ConfigError(
+                f"generator.sampling_params.extra_args: got {', '.join(settings.extra_args)}, but this engine cannot "
+                "score tokens, so nothing shows that the trainer's log-probs stay exact; remove this key"
+            )
         logger.warning("the inference engine cannot score tokens: its weights are not verified")
         return None
     return WeightVerification(settings, policy, cast(ScoringClient, client), publish)
