@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from rl_core.errors import DataError, DeadlineError, GenerationError, RLError
 from rl_core.interfaces import Action, ServedModel, StepResult
+from rl_environments import Judge as ComposedJudge
 from rl_environments.judge import JudgeEnvironment
 
 ROW = {"prompt": [{"role": "user", "content": "Name a {colour}."}], "reference": "red"}
@@ -304,3 +306,64 @@ def test_the_error_of_an_option_in_the_judges_section_names_its_full_key(option:
     section = {"url": "http://host/v1", "model": "m", option: value}
     with pytest.raises(RLError, match=f"environment.options.judge.{option}: "):
         JudgeEnvironment(ROW, {"judge": section})
+
+
+@pytest.fixture(scope="module")
+def revisions() -> Any:
+    """The environment that docs/environments.md shows."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# my_package/revisions\.py\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["RevisionEnvironment"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "rewards"),
+    [([9], [0.9]), ([2, 8], [0.0, 0.8]), ([2, 7, 3], [0.0, 0.0, 0.3])],
+    ids=["satisfied at once", "satisfied after a revision", "out of turns"],
+)
+def test_a_judge_in_an_environment_of_ones_own_ends_the_episode(
+    judge: Judge, revisions: Any, scores: list[int], rewards: list[float]
+):
+    judge.replies = [said(f"Score: {score}") for score in scores]
+    options = {"url": judge.url, "model": "m", "highest_score": 10}
+    revisions.require_options(options)
+
+    async def play() -> list[StepResult]:
+        environment = revisions({"prompt": "Summarize: …", "article": "A cat sat."}, options)
+        await environment.reset()
+        results = []
+        while not results or not results[-1].done:
+            text = f"summary {len(results)}"
+            results.append(await environment.step(Action(text=text, tokens=(), stop_reason="stop")))
+        return results
+
+    results = asyncio.run(play())
+    assert [result.reward for result in results] == rewards
+    assert [result.observation is None for result in results] == [False] * (len(rewards) - 1) + [True]
+    asked = [request["messages"][0]["content"] for request in judge.asked]
+    assert ["A cat sat." in each and f"\nsummary {turn}\n" in each for turn, each in enumerate(asked)] == [True] * len(
+        rewards
+    )
+
+
+def test_a_judge_sends_the_conversation_as_it_is_and_counts_its_tries(judge: Judge):
+    judge.replies = [said("no score"), said("Score: 3"), said("Score: 4")]
+    asks = ComposedJudge({"url": judge.url, "model": "m", "highest_score": 4, "temperature": 0.5, "unknown": 1})
+    conversation = [{"role": "system", "content": "Be strict."}, {"role": "user", "content": "2 + 2 = 4?"}]
+
+    async def ask() -> list[float]:
+        return [await asks.ask(conversation), await asks.ask(conversation[1:])]
+
+    assert asyncio.run(ask()) == [0.75, 1.0]
+    assert asks.num_tries == 3
+    assert [request["messages"] for request in judge.asked] == [conversation, conversation, conversation[1:]]
+    assert judge.asked[0]["temperature"] == 0.5
+
+
+def test_a_judge_without_an_address_is_refused_before_the_run():
+    ComposedJudge.require_options({"url": "inference_engine", "model": "base"})
+    for options, message in (({}, "environment.options.url: got None"), ({"url": "http://a/v1"}, "options.model: got")):
+        with pytest.raises(RLError, match=message):
+            ComposedJudge.require_options(options)

@@ -1,7 +1,7 @@
 """Environments with tools, search, code and mathematics, and the sandbox that runs untrusted code.
 
-A class is imported when it is first used. Only the classes of `code` and `mathematics` can be imported from here; a
-recipe refers to any environment by the name of its entry point.
+A class is imported when it is first used. A recipe refers to any environment by the name of its entry point; `Judge` is
+a part of environments.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_environments.code import CodeEnvironment
+    from rl_environments.judge import Judge
     from rl_environments.mathematics import MathematicsEnvironment
 
 _MODULES = {
     "CodeEnvironment": "rl_environments.code",
+    "Judge": "rl_environments.judge",
     "MathematicsEnvironment": "rl_environments.mathematics",
 }
 
-__all__ = ["CodeEnvironment", "MathematicsEnvironment"]
+__all__ = ["CodeEnvironment", "Judge", "MathematicsEnvironment"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""The environment `judge`: a model reads the question and the answer, and replies with a score. Any server with an
+"""`Judge` asks a model for a score; your own environment can use it too (docs/environments.md#a-judge-as-a-part).
+
+The environment `judge`: a model reads the question and the answer, and replies with a score. Any server with an
 OpenAI API works, and so do the run's own vLLM servers (docs/environments.md#judges-on-the-runs-own-servers).
 
 Row:       `prompt`, and optionally `reference` (text), a right answer that the judge is shown
@@ -27,14 +29,14 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.client import HTTPException
-from typing import Any
+from typing import Any, final
 
 import attrs
 
 from rl_core.errors import DataError, DeadlineError, GenerationError
-from rl_core.interfaces import Action, Environment, Prompt, Row, ServedModel, StepResult
+from rl_core.interfaces import Action, Environment, Message, Prompt, Row, ServedModel, StepResult
 from rl_core.tasks import OwnThread
 from rl_environments.answers import require_prompt
 from rl_environments.options import key_of, number_up_to, own_options, seconds, text, whole_number
@@ -52,17 +54,6 @@ Answer:
 
 First say briefly what is right and wrong with the answer, then end with `Score: n`, a whole number from 0 (useless) to
 {highest} (perfect)."""
-_OPTIONS = (
-    "url",
-    "model",
-    "timeout_s",
-    "tries",
-    "max_tokens",
-    "temperature",
-    "highest_score",
-    "instructions",
-    "key_variable",
-)
 _NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+))"
 _WITH_COLON = re.compile(rf"score\W{{0,8}}?:\W{{0,8}}?{_NUMBER}", re.IGNORECASE)
 _WITHOUT_COLON = re.compile(rf"score\W{{0,8}}?{_NUMBER}", re.IGNORECASE)
@@ -77,7 +68,6 @@ class _Settings:
     timeout_s: float
     tries: int
     highest: int
-    instructions: str
     max_tokens: int
     temperature: float
 
@@ -87,91 +77,75 @@ class _Settings:
             timeout_s=seconds(options, "timeout_s", 60.0),
             tries=whole_number(options, "tries", 2),
             highest=whole_number(options, "highest_score", 10),
-            instructions=text(options, "instructions", INSTRUCTIONS),
             max_tokens=whole_number(options, "max_tokens", 512),
             temperature=number_up_to(options, "temperature", 0.0, highest=2),
         )
 
 
-class JudgeEnvironment(Environment):
-    """See the module."""
+@final
+class Judge:
+    """Asks a model on a server with an OpenAI API for scores."""
 
-    placement = "thread"  # so that `environment.num_workers` limits the requests to the judge
+    OPTIONS = ("url", "model", "timeout_s", "tries", "max_tokens", "temperature", "highest_score", "key_variable")
+    """The options of a judge; the module describes them."""
 
-    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        options = own_options(options, "judge", _OPTIONS)
-        self._row = row
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """
+        Args:
+            options: options of the environment. A judge ignores those that are not in `OPTIONS`.
+
+        Raises:
+            ConfigError, DataError: an option is missing or has an invalid value.
+        """
         self._server, self._own = _server(options), _Settings.of(options)
         self._timeout_key, self._limit_key = key_of(options, "timeout_s"), key_of(options, "max_tokens")
+        self.highest = self._own.highest
+        """The score of a perfect answer, as the judge writes it."""
+        self.num_tries = 0
+        """Number of requests of all `ask` together."""
 
-    @classmethod
-    def require_options(cls, options: Mapping[str, Any]) -> None:
-        """See `Environment.require_options`."""
-        own = own_options(options, "judge", _OPTIONS)
-        if own.get("url") != _ENGINE:  # the run itself checks `model` and `key_variable`
-            _server(own)
-        _Settings.of(own)
+    @staticmethod
+    def require_options(options: Mapping[str, Any]) -> None:
+        """Raises the errors of `Judge(options)`; also before the run's own servers have started."""
+        if options.get("url") != _ENGINE:  # the run itself checks `model` and `key_variable`
+            _server(options)
+        _Settings.of(options)
 
-    @classmethod
-    def require_row(cls, row: Row) -> None:
-        """See `Environment.require_row`."""
-        require_prompt(row, "judge")
-        if not isinstance(row.get("reference"), str | None):
-            raise DataError(f"`reference` in a row of judge must be text or left out; got {row['reference']!r:.80}")
-
-    async def reset(self) -> Prompt:
-        """See `Environment.reset`."""
-        return self._row["prompt"]
-
-    async def step(self, action: Action) -> StepResult:
-        """See `Environment.step`.
+    async def ask(self, messages: Sequence[Message]) -> float:
+        """Returns the judge's score for a conversation that asks it to end its reply with `Score: n`: n divided by
+        `highest`, from 0 to 1.
 
         Raises:
             GenerationError: the judge cannot be reached, refused, or gave no score.
             DeadlineError: the judge did not answer within `timeout_s`.
         """
-        asked = self._question_to_judge(action.answer.strip())
         for number in range(1, self._own.tries + 1):
+            self.num_tries += 1
             try:
-                reward = score_of(await self._reply(asked), self._own.highest) / self._own.highest
+                return score_of(await self._reply(messages), self.highest) / self.highest
             except (GenerationError, DeadlineError):
                 if number == self._own.tries:
                     raise
                 await asyncio.sleep(_PAUSE_S)
-            else:
-                return StepResult(reward=reward, done=True, metrics={"accuracy": reward, "judge_tries": float(number)})
         raise AssertionError("the last try returns or raises")
 
-    def _question_to_judge(self, answer: str) -> str:
-        prompt, reference = self._row["prompt"], self._row.get("reference")
-        said = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {_said(m)}" for m in prompt)
-        values = {
-            "question": said,
-            "answer": answer,
-            "reference": f"\nA right answer:\n{reference}\n" if reference else "",
-            # Each answer gets a new random mark, so the policy cannot write the line that ends its answer.
-            "mark": f"----- {secrets.token_hex(8)} -----",
-            "highest": str(self._own.highest),
-        }
-        return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), self._own.instructions)
-
-    async def _reply(self, asked: str) -> str:
+    async def _reply(self, messages: Sequence[Message]) -> str:
         """Returns the judge's reply, or raises DeadlineError after `timeout_s`. A socket's timeout starts anew with
         every byte, so it does not limit headers that trickle in."""
         try:
-            return await OwnThread(lambda: self._ask(asked)).within(self._own.timeout_s)
+            return await OwnThread(lambda: self._ask(messages)).within(self._own.timeout_s)
         except TimeoutError as error:
             raise DeadlineError(
                 f"the judge at {self._server.url} did not answer within {self._own.timeout_s:g} s ({self._timeout_key})"
             ) from error
 
-    def _ask(self, asked: str) -> str:
+    def _ask(self, messages: Sequence[Message]) -> str:
         """Returns the judge's reply. Blocks."""
         asks = {
             "model": self._server.name,
             "max_tokens": self._own.max_tokens,
             "temperature": self._own.temperature,
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [dict(message) for message in messages],
         }
         body, key = json.dumps(asks).encode(), self._server.key
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -209,6 +183,58 @@ class JudgeEnvironment(Environment):
                 f"{content[-200:]!r}; raise {self._limit_key}"
             )
         return content
+
+
+_OPTIONS = (*Judge.OPTIONS, "instructions")
+
+
+class JudgeEnvironment(Environment):
+    """See the module."""
+
+    placement = "thread"  # so that `environment.num_workers` limits the requests to the judge
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        options = own_options(options, "judge", _OPTIONS)
+        self._row, self._judge = row, Judge(options)
+        self._instructions = text(options, "instructions", INSTRUCTIONS)
+
+    @classmethod
+    def require_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Environment.require_options`."""
+        own = own_options(options, "judge", _OPTIONS)
+        Judge.require_options(own)
+        text(own, "instructions", INSTRUCTIONS)
+
+    @classmethod
+    def require_row(cls, row: Row) -> None:
+        """See `Environment.require_row`."""
+        require_prompt(row, "judge")
+        if not isinstance(row.get("reference"), str | None):
+            raise DataError(f"`reference` in a row of judge must be text or left out; got {row['reference']!r:.80}")
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        return self._row["prompt"]
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`. Raises the errors of `Judge.ask`."""
+        question = self._question_to_judge(action.answer.strip())
+        reward = await self._judge.ask([{"role": "user", "content": question}])
+        metrics = {"accuracy": reward, "judge_tries": float(self._judge.num_tries)}
+        return StepResult(reward=reward, done=True, metrics=metrics)
+
+    def _question_to_judge(self, answer: str) -> str:
+        prompt, reference = self._row["prompt"], self._row.get("reference")
+        said = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {_said(m)}" for m in prompt)
+        values = {
+            "question": said,
+            "answer": answer,
+            "reference": f"\nA right answer:\n{reference}\n" if reference else "",
+            # Each answer gets a new random mark, so the policy cannot write the line that ends its answer.
+            "mark": f"----- {secrets.token_hex(8)} -----",
+            "highest": str(self._judge.highest),
+        }
+        return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), self._instructions)
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
