@@ -61,7 +61,7 @@ class Backend:
 
     def validate(self, spec, world_size):
         if spec.options.width == 13:
-            raise ConfigError("trainer.policy.{name}_config.width: 13 does not fit")
+            raise ConfigError("13 does not fit", key="trainer.policy.{name}_config.width")
 
     def needs_own_process(self):
         return False

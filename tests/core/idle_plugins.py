@@ -58,7 +58,7 @@ class Engine:
 class FussyEngine(Engine):
     def validate(self, config):
         if config.generator.sampling_params.stop:
-            raise ConfigError("generator.sampling_params: this engine knows no stop strings")
+            raise ConfigError("this engine knows no stop strings", key="generator.sampling_params")
 
 
 class Transport:

@@ -39,7 +39,7 @@ def test_settings_that_fit_pass():
 )
 def test_settings_that_do_not_fit_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
-        require_settings(tilted, settings, "'tilted'", where="key: ", remedy="; add {setting}=2")
+        require_settings(tilted, settings, "'tilted'", key="key", remedy="; add {setting}=2")
 
 
 def test_the_error_for_a_function_without_settings_says_so():

@@ -36,7 +36,7 @@ class OpenTracker:
 
 class FailingTracker(OpenTracker):
     def __init__(self, config: object, run_dir: Path, *, total_steps: int, first_step: int) -> None:
-        raise PluginError("trainer.logger: no login")
+        raise PluginError("no login", key="trainer.logger")
 
 
 class FailingCallback(Callback):

@@ -452,7 +452,7 @@ class Checked(TwoTurns):
     @classmethod
     def require_options(cls, options: Any) -> None:
         if options.keys() - {"column"}:
-            raise ConfigError("environment.options: expected only column")
+            raise ConfigError("expected only column", key="environment.options")
 
     @classmethod
     def require_episode(cls, row: Any, options: Any) -> None:

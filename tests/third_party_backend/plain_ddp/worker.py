@@ -44,7 +44,7 @@ class PlainDdpWorker:
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         self.spec, self.rank, self.steps_done = spec, rank, 0
         if not Path(spec.model.path or "", "config.json").is_file():
-            raise ConfigError(f"model.path: got {spec.model.path!r}; expected a directory with a Hugging Face model")
+            raise ConfigError(f"got {spec.model.path!r}; expected a Hugging Face model directory", key="model.path")
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         if rank.world_size > 1:

@@ -45,8 +45,8 @@ class JournalPlugin:
         """Refuses what the engine cannot do, and names the key to change."""
         if Path(spec.options.journal).is_absolute():
             raise ConfigError(
-                f"generator.inference_engine.journal: got {spec.options.journal}; expected a name in the run's "
-                "directory"
+                f"got {spec.options.journal}; expected a name in the run's directory",
+                key="generator.inference_engine.journal",
             )
         LocalEnginePlugin().validate(spec)
 

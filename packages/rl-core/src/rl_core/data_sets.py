@@ -32,8 +32,9 @@ def require_data_sets(path: str, *, key: str) -> None:
     """Raises ConfigError if the library `datasets` is not installed."""
     if find_spec("datasets") is None:
         raise ConfigError(
-            f"{key}: {path} is not a file (current directory: {Path.cwd()}). To read it as a Hugging Face data set, "
-            f"install the library datasets: {install('rl-core[datasets]')}"
+            f"{path} is not a file (current directory: {Path.cwd()}). To read it as a Hugging Face data set, install "
+            f"the library datasets: {install('rl-core[datasets]')}",
+            key=key,
         )
 
 
@@ -63,7 +64,7 @@ def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
         # The library wraps the reason in an error that only says that there was one.
         reason = error.__cause__ or error
         said = " ".join(str(reason).split())
-        raise ConfigError(f"{key}: {path} cannot be loaded: {type(reason).__name__}: {said:.400}") from error
+        raise ConfigError(f"{path} cannot be loaded: {type(reason).__name__}: {said:.400}", key=key) from error
     yield from _split_of(found, split, path, key)
 
 
@@ -81,8 +82,9 @@ def _of_the_hub(place: str, path: str, key: str) -> Any:
         return datasets.load_dataset(name, configuration or None)  # from the cache, if an earlier run downloaded it
     except Exception as error:
         raise ConfigError(
-            f"{key}: {path}: there is no such file or directory (current directory: {Path.cwd()}), the data set is not "
-            f"in the local cache, and {reason}"
+            f"{path}: there is no such file or directory (current directory: {Path.cwd()}), the data set is not in the "
+            f"local cache, and {reason}",
+            key=key,
         ) from error
     finally:
         settings.HF_HUB_OFFLINE = before
@@ -92,14 +94,14 @@ def _split_of(found: Any, split: str, path: str, key: str) -> Any:
     splits = found if isinstance(found, dict) else {}
     if not splits:
         if split:
-            raise DataError(f"{key}: {path}: this data set has no splits; remove @{split}")
+            raise DataError(f"{path}: this data set has no splits; remove @{split}", key=key)
         return found
     if split in splits:
         return splits[split]
     if not split and len(splits) == 1:
         return next(iter(splits.values()))
     place, names = _without_split(path), ", ".join(splits)
-    raise DataError(f"{key}: {path}: choose one of the splits {names}, e.g. {place}@{next(iter(splits))}")
+    raise DataError(f"{path}: choose one of the splits {names}, e.g. {place}@{next(iter(splits))}", key=key)
 
 
 def _without_split(path: str) -> str:

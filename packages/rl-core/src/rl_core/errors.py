@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec
+from typing import ParamSpec, Self
 
 _P = ParamSpec("_P")
 _OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollout", "rl-environments", "rl-examples")
@@ -22,7 +21,24 @@ _OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollou
 
 class RLError(Exception):
     """Base class of all errors caused by the user's input, data or machine. The command line prints them without a
-    traceback."""
+    traceback.
+
+    Args:
+        text: what is wrong and what to do, without the key.
+        key: the configuration key, or the section, that the error is about; None: none. A plug-in's validator gives
+            the field's name, and the loader the section above it.
+    """
+
+    def __init__(self, text: object = "", *, key: str | None = None):
+        super().__init__(text)
+        self.text, self.key = str(text), key
+
+    def below(self, section: str) -> Self:
+        """The same error, with `section` in front of its key."""
+        return type(self)(self.text, key=section if self.key is None else f"{section}.{self.key}")
+
+    def __str__(self) -> str:
+        return self.text if self.key is None else f"{self.key}: {self.text}"
 
 
 class ConfigError(RLError, ValueError):
@@ -32,17 +48,14 @@ class ConfigError(RLError, ValueError):
 class ConfigErrors(ConfigError):
     """Several mistakes found by the same checks. A single mistake is raised without this wrapper."""
 
+    errors: tuple[RLError, ...]
+    """The mistakes in the order found, each a ConfigError, PluginError or DataError."""
+
     def __init__(self, errors: Iterable[RLError]):
-        super().__init__(tuple(errors))
-
-    @property
-    def errors(self) -> tuple[RLError, ...]:
-        """The mistakes in the order found, each a ConfigError, PluginError or DataError."""
-        return self.args[0]
-
-    def __str__(self) -> str:
+        self.errors = tuple(errors)
         lines = (f"  {number}. {error}" for number, error in enumerate(self.errors, start=1))
-        return "\n".join([f"{len(self.errors)} mistakes:", *lines])
+        super().__init__("\n".join([f"{len(self.errors)} mistakes:", *lines]))
+        self.args = (self.errors,)
 
 
 class DataError(RLError, ValueError):
@@ -109,9 +122,8 @@ def install(requirement: str) -> str:
 class Mistakes:
     """Collects the errors of independent checks, to raise them together.
 
-    An error's key is the beginning of its message, up to the first colon or equals sign. Before a check runs, the
-    caller uses `about` to look up the keys that the check reads, and skips the check if one of them already has an
-    error. So one mistake is not reported as several.
+    Before a check runs, the caller uses `about` to look up the keys that the check reads, and skips the check if one
+    of them already has an error. So one mistake is not reported as several.
     """
 
     def __init__(self) -> None:
@@ -154,7 +166,7 @@ class Mistakes:
 
 
 def _is_about(error: RLError, key: str) -> bool:
-    mistaken, key = f"{re.split('[:=]', str(error), maxsplit=1)[0]}.", f"{key}."
+    mistaken, key = f"{error.key}.", f"{key}."
     return key.startswith(mistaken) or mistaken.startswith(key)
 
 

@@ -23,13 +23,13 @@ def positional_parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def require_settings(
-    function: Callable[..., Any], settings: Mapping[str, Any], name: str, *, where: str = "", remedy: str = ""
+    function: Callable[..., Any], settings: Mapping[str, Any], name: str, *, key: str | None = None, remedy: str = ""
 ) -> None:
     """Raises ConfigError for an unknown setting or a missing required one.
 
     Args:
         name: the function's name, for the message.
-        where: the beginning of the message.
+        key: the configuration key that names the function.
         remedy: the end of the message for a missing setting; `{setting}` in it is replaced by the setting's name.
     """
     known = keyword_parameters(function)
@@ -37,8 +37,8 @@ def require_settings(
         if setting not in known:
             names = ", ".join(known) or "none"
             raise ConfigError(
-                f"{where}{name} has no keyword-only parameter {setting!r}; it has {names}.{nearest(setting, known)}"
+                f"{name} has no keyword-only parameter {setting!r}; it has {names}.{nearest(setting, known)}", key=key
             )
     for setting, parameter in known.items():
         if parameter.default is parameter.empty and setting not in settings:
-            raise ConfigError(f"{where}{name} needs the parameter {setting!r}{remedy.format(setting=setting)}")
+            raise ConfigError(f"{name} needs the parameter {setting!r}{remedy.format(setting=setting)}", key=key)

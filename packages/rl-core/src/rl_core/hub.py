@@ -91,9 +91,10 @@ def require_model(name: str, *, key: str) -> bool:
     if is_cached(name):
         return False
     raise ConfigError(
-        f"{key}: {name}: there is no such directory (current directory: {Path.cwd()}), the model is not in the local "
-        f"cache, and {reason}. If this machine has no network, download the model on another machine (hf download "
-        f"{name} --local-dir DIRECTORY), copy it here and use that directory. Is the name spelled correctly?"
+        f"{name}: there is no such directory (current directory: {Path.cwd()}), the model is not in the local cache, "
+        f"and {reason}. If this machine has no network, download the model on another machine (hf download {name} "
+        "--local-dir DIRECTORY), copy it here and use that directory. Is the name spelled correctly?",
+        key=key,
     )
 
 
@@ -121,7 +122,7 @@ def fetch_model(name: str, *, key: str) -> None:
     library = _library()
     if not require_model(name, key=key):
         return
-    with _refusals(f"{key}: {name}", _REMEDIES):
+    with _refusals(name, _REMEDIES, key=key):
         info = library.HfApi().model_info(name, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if _is_wanted(file.rfilename)}
         missing = [
@@ -151,7 +152,7 @@ def push_model(directory: Path, name: str, *, is_private: bool) -> str:
         "Use a token that may write to this repository (hf auth login, or HF_TOKEN), and a name under your own account "
         "or an organisation of yours"
     )
-    with _refusals(f"rl push: {name}", dict.fromkeys((401, 403, 404), may_write)):
+    with _refusals(name, dict.fromkeys((401, 403, 404), may_write), key="rl push"):
         api = library.HfApi()
         api.create_repo(name, private=is_private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=str(directory), commit_message="Model trained with rl")
@@ -181,7 +182,7 @@ _REMEDIES = {
 
 
 @contextmanager
-def _refusals(where: str, remedies: Mapping[int, str]) -> Iterator[None]:
+def _refusals(name: str, remedies: Mapping[int, str], *, key: str) -> Iterator[None]:
     """Converts errors of the hub or of the network into ConfigError. `remedies`: HTTP status → what to do."""
     try:
         yield
@@ -191,7 +192,8 @@ def _refusals(where: str, remedies: Mapping[int, str]) -> Iterator[None]:
         if isinstance(error, _library().errors.HFValidationError):
             remedy = "Is the name spelled correctly?"
         first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-        raise ConfigError(f"{where}: {endpoint()}: {type(error).__name__}: {first}. {remedy}") from error
+        message = f"{name}: {endpoint()}: {type(error).__name__}: {first}. {remedy}"
+        raise ConfigError(message, key=key) from error
 
 
 @contextmanager

@@ -115,13 +115,12 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         PluginError: no plug-in or several plug-ins of that name are installed, its import failed (the import error is
             the cause), it is not the right kind of object, or its contract version is not accepted.
     """
-    where = f"{key}: " if key else ""
-    found = import_object(name, where) if ":" in name else _entry_point_object(group, name, where)
+    found = import_object(name, key) if ":" in name else _entry_point_object(group, name, key)
     if group == "rl_core.weight_transports" and key is None and _is_receiver(found):
         return found
     before = _FITTED.get((group, name))
     if before is None or before[0] is not found:
-        before = _FITTED[group, name] = (found, fitted(group, found, name, where))
+        before = _FITTED[group, name] = (found, fitted(group, found, name, key))
     return as_environment(found) if group == "rl_core.environments" else before[1]
 
 
@@ -163,52 +162,54 @@ def _of_own_file(name: str) -> str:
     return f" To use an object in your {module}.py, write {module}:{attribute or 'NAME'}" if is_file else ""
 
 
-def _entry_point_object(group: str, name: str, where: str) -> Any:
+def _entry_point_object(group: str, name: str, key: str | None) -> Any:
     found = _installed(group)
     if name not in found:
         package = _PACKAGES.get((group, name))
         remedy = _how_to_get(package) if package else _of_own_file(name) or nearest(name, found)
         names = ", ".join(sorted(found)) or "none"
-        raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}")
+        raise PluginError(f"{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}", key=key)
     entry, *others = found[name]
     if others:
         packages = " and ".join(f"{_package_of(one)} ({one.value})" for one in (entry, *others))
         raise PluginError(
-            f"{where}{name!r} is provided by {packages}; expected one package. Write the path of the one that you mean "
-            f"instead, e.g. {entry.value}, or uninstall the other package"
+            f"{name!r} is provided by {packages}; expected one package. Write the path of the one that you mean "
+            f"instead, e.g. {entry.value}, or uninstall the other package",
+            key=key,
         )
     try:
         return entry.load()
     except (Exception, SystemExit) as error:
         reason = _import_problem(error, entry.module)
-        raise PluginError(f"{where}the plug-in {name!r} ({entry.value}) could not be imported: {reason}") from error
+        raise PluginError(f"the plug-in {name!r} ({entry.value}) could not be imported: {reason}", key=key) from error
 
 
-def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
+def fitted(group: str, plugin: Any, name: str, key: str | None = None) -> Any:
     """Checks a plug-in, and adapts it if it was written for an earlier version of the contract. Returns the result.
 
     Args:
         name: an entry point's name or an import path, for messages.
-        where: the beginning of the message.
+        key: as in `load`.
 
     Raises:
         PluginError: the plug-in is not the right kind of object, or its contract version is not accepted.
     """
     seam, contract = SEAMS[group], CONTRACTS.get(group)
     if contract is None:
-        _require(seam, plugin, name, where)
+        _require(seam, plugin, name, key)
         return plugin
     stated = getattr(plugin, "contract_version", contract.unstated)
     if type(stated) is not int:  # an object of the wrong kind, such as a class, is reported first
-        _require(seam, plugin, name, where, contract.oldest)
+        _require(seam, plugin, name, key, contract.oldest)
     problem = _version_problem(contract, stated)
     if stated is None or problem is not None:
         raise PluginError(
-            f"{where}{name!r}, {seam.singular}{_origin(group, name)}, {problem}: docs/plugins.md#contract-versions "
-            "says what each version changed"
+            f"{name!r}, {seam.singular}{_origin(group, name)}, {problem}: docs/plugins.md#contract-versions "
+            "says what each version changed",
+            key=key,
         )
-    _require(seam, plugin, name, where, stated)
-    return _adapted(seam, contract, stated, plugin, name, where)
+    _require(seam, plugin, name, key, stated)
+    return _adapted(seam, contract, stated, plugin, name, key)
 
 
 def _version_problem(contract: Contract, stated: Any) -> str | None:
@@ -229,18 +230,18 @@ def _version_problem(contract: Contract, stated: Any) -> str | None:
     return f"{number}; {_with_version('rl-core')} accepts version {accepted}. {remedy}"
 
 
-def _require(seam: Seam, plugin: Any, name: str, where: str, contract_version: int | None = None) -> None:
+def _require(seam: Seam, plugin: Any, name: str, key: str | None, contract_version: int | None = None) -> None:
     problem = seam.problem(plugin, contract_version)
     if problem is not None:
-        raise PluginError(f"{where}{name!r} is not {seam.singular}: {problem}. Expected {seam.expected}")
+        raise PluginError(f"{name!r} is not {seam.singular}: {problem}. Expected {seam.expected}", key=key)
 
 
-def _adapted(seam: Seam, contract: Contract, stated: int, plugin: Any, name: str, where: str) -> Any:
+def _adapted(seam: Seam, contract: Contract, stated: int, plugin: Any, name: str, key: str | None) -> Any:
     paths = [contract.adapters[number] for number in range(stated, contract.current) if number in contract.adapters]
     for path in paths:
         plugin = import_object(path)(plugin)
     if paths:
-        _require(seam, plugin, name, where, contract.current)
+        _require(seam, plugin, name, key, contract.current)
     return plugin
 
 
@@ -276,7 +277,7 @@ def load_receiver(path: str) -> Any:
         PluginError: the object does not exist, or cannot be called with a rendezvous.
     """
     found = import_object(path)
-    _require(RECEIVER, found, path, "")
+    _require(RECEIVER, found, path, None)
     return found
 
 
@@ -286,9 +287,9 @@ def load_preparation(path: str) -> Callable[[Any], object]:
     Raises:
         PluginError: the function does not exist, or cannot be called with a configuration.
     """
-    where = "the recipe's `prepare`: "
-    found = import_object(path, where)
-    _require(PREPARATION, found, path, where)
+    key = "the recipe's `prepare`"
+    found = import_object(path, key)
+    _require(PREPARATION, found, path, key)
     return found
 
 
@@ -305,26 +306,25 @@ def load_function(
     """Loads a function plug-in that accepts the keyword arguments `params`. Raises ConfigError for an unknown or
     missing parameter, and the errors of `load`. `remedy` is passed to `require_settings`."""
     function = load(group, name, key=key)
-    where = f"{key}: " if key else ""
-    require_settings(function, params, repr(name), where=where, remedy=remedy)
+    require_settings(function, params, repr(name), key=key, remedy=remedy)
     return function
 
 
-def import_object(path: str, where: str = "") -> Any:
+def import_object(path: str, key: str | None = None) -> Any:
     """Imports the object at `package.module:object`. If the import fails or the object does not exist, raises
-    PluginError with a message that begins with `where`."""
+    PluginError about `key`."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         reason = _import_problem(error, module_name)
         remedy = _how_to_import(module_name) if _is_absent(error, module_name) else ""
-        raise PluginError(f"{where}{path!r}: importing {module_name} failed: {reason}{remedy}") from error
+        raise PluginError(f"{path!r}: importing {module_name} failed: {reason}{remedy}", key=key) from error
     if not attribute:
-        raise PluginError(f"{where}{path!r}: write the object's name after the colon, as in {module_name}:NAME")
+        raise PluginError(f"{path!r}: write the object's name after the colon, as in {module_name}:NAME", key=key)
     if not hasattr(module, attribute):
         # The module may be a different one with the same name, for example from the standard library.
         source = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "Python itself")
         remedy = nearest(attribute, dir(module)) or f" It was imported from {source}"
-        raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{remedy}")
+        raise PluginError(f"{path!r}: {module_name} has no {attribute!r}.{remedy}", key=key)
     return getattr(module, attribute)

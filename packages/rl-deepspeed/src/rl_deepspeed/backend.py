@@ -42,7 +42,7 @@ class DeepSpeedBackend:
         require_training_settings(spec)
         _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config")
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
-            raise ConfigError(f"{replay_key('critic')}: a critic cannot follow the policy's routes; set it to false")
+            raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
 
     def shares_prefixes(self, options: DeepSpeedOptions) -> bool:
         """See `PrefixSharing`."""
@@ -79,26 +79,30 @@ def _require_zero(spec: WorkerSpec, section: str) -> None:
     where = f"{section}.zero_optimization"
     if zero.offload_param.device != "none" and zero.stage != 3:
         raise ConfigError(
-            f"{where}.offload_param.device: got {zero.offload_param.device!r}, but stage {zero.stage} keeps "
-            "parameters whole on every rank: set stage=3"
+            f"got {zero.offload_param.device!r}, but stage {zero.stage} keeps parameters whole on every rank: set "
+            "stage=3",
+            key=f"{where}.offload_param.device",
         )
     if zero.overlap_comm and zero.stage == 1:
         raise ConfigError(
-            f"{where}.overlap_comm: got true, but with stage 1 gradient sums do not overlap with backward: set "
-            "stage=2, or leave this key out"
+            "got true, but with stage 1 gradient sums do not overlap with backward: set stage=2, or leave this key out",
+            key=f"{where}.overlap_comm",
         )
     if spec.gradient_checkpointing == "selective" and zero.stage == 3 and spec.optimizer is not None:
         raise ConfigError(
-            "trainer.gradient_checkpointing=selective: stage 3 gathers parameters inside a layer, and torch cannot "
+            "selective, but stage 3 gathers parameters inside a layer, and torch cannot "
             f"tell these gathers from the operations that it recomputes: set {where}.stage=2, or "
-            "trainer.gradient_checkpointing=true"
+            "trainer.gradient_checkpointing=true",
+            key="trainer.gradient_checkpointing",
         )
     for field in attrs.fields(type(zero)):
         least, value = int(field.name in ("sub_group_size", "reduce_bucket_size")), getattr(zero, field.name)
         if isinstance(value, int) and value < least:
-            raise ConfigError(f"{where}.{field.name}: got {value}; expected at least {least}")
+            raise ConfigError(f"got {value}; expected at least {least}", key=f"{where}.{field.name}")
     if zero.stage < 3 and zero.allgather_bucket_size % 2:
-        raise ConfigError(f"{where}.allgather_bucket_size: got {zero.allgather_bucket_size}; expected an even number")
+        raise ConfigError(
+            f"got {zero.allgather_bucket_size}; expected an even number", key=f"{where}.allgather_bucket_size"
+        )
     require_free_keys(spec.options.extra, f"{section}.extra")
 
 

@@ -70,20 +70,21 @@ def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError if `extra` has a key that users cannot set, or that belongs in another section."""
     for name, reason in _DECIDED.items():
         if name in extra:
-            raise ConfigError(f"{where}.{name}: {reason}; leave it out here")
+            raise ConfigError(f"{reason}; leave it out here", key=f"{where}.{name}")
     own = {field.name for field in attrs.fields(_zero_class())}
     of_zero = extra.get("zero_optimization", {})
     if not isinstance(of_zero, Mapping):
-        raise ConfigError(f"{where}.zero_optimization: got {of_zero!r}; expected keys with their values")
+        raise ConfigError(f"got {of_zero!r}; expected keys with their values", key=f"{where}.zero_optimization")
     for name in of_zero:
         if name in own:
             raise ConfigError(
-                f"{where}.zero_optimization.{name}: set deepspeed_config.zero_optimization.{name} instead"
+                f"set deepspeed_config.zero_optimization.{name} instead", key=f"{where}.zero_optimization.{name}"
             )
         if name == "zero_hpz_partition_size":
             raise ConfigError(
-                f"{where}.zero_optimization.{name}: not supported, because the ranks would not update the second copy "
-                "of the parameters when they load weights; leave it out"
+                "not supported, because the ranks would not update the second copy of the parameters when they load "
+                "weights; leave it out",
+                key=f"{where}.zero_optimization.{name}",
             )
 
 

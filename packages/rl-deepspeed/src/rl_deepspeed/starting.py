@@ -44,8 +44,9 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
     where = SECTIONS[spec.role]
     if scorer.compute_dtype == torch.float64:
         raise ConfigError(
-            f"{where}.model.path: the model is stored in float64, but DeepSpeed keeps weights in float32: train it "
-            "with trainer.strategy=fsdp or trainer.bf16=true, or store it in float32"
+            "the model is stored in float64, but DeepSpeed keeps weights in float32: train it with "
+            "trainer.strategy=fsdp or trainer.bf16=true, or store it in float32",
+            key=f"{where}.model.path",
         )
     require_same_structure(scorer)
     keep_plain_gloo()

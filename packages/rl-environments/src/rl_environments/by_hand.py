@@ -94,7 +94,7 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = plain(nested(given))["environment"] if given else {}
     options = found.pop("options", None)
     if not isinstance(options, dict | None):
-        raise ConfigError(f"{_OPTIONS}: got {options!r:.80}; expected a mapping, such as {{NAME: VALUE}}")
+        raise ConfigError(f"got {options!r:.80}; expected a mapping, such as {{NAME: VALUE}}", key=_OPTIONS)
     listed = {name: value if isinstance(value, list | None) else [value] for name, value in found.items()}
     return {**(options or {}), **listed}
 

@@ -25,29 +25,29 @@ def _limits(given: Mapping[str, Any] | Limits) -> Limits:
         return given
     known = {field.name for field in attrs.fields(Limits)}
     if not isinstance(given, Mapping) or set(given) - known:
-        raise ConfigError(f"limits: got {given!r}; expected a mapping with keys among {', '.join(sorted(known))}")
+        raise ConfigError(f"got {given!r}; expected a mapping with keys among {', '.join(sorted(known))}", key="limits")
     for name, value in given.items():
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         is_right = is_whole or (name == "wall_s" and isinstance(value, float))
         if not is_right or isinstance(value, bool):
             raise ConfigError(
-                f"limits.{name}: got {value!r}; expected {'a number' if name == 'wall_s' else 'an integer'}"
+                f"got {value!r}; expected {'a number' if name == 'wall_s' else 'an integer'}", key=f"limits.{name}"
             )
     try:
         # The kernel's limits are integers, and in YAML `1e9` is a float.
         return Limits(**{name: value if name == "wall_s" else int(value) for name, value in given.items()})
     except ConfigError as error:
-        raise ConfigError(f"limits.{error}") from error
+        raise error.below("limits") from error
 
 
 def _is_text(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{field.name}: got {value!r}; expected text that is not empty")
+        raise ConfigError(f"got {value!r}; expected text that is not empty", key=field.name)
 
 
 def _is_list_of_text(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
-        raise ConfigError(f"{field.name}: got {value!r}; expected a list of paths, such as [/srv/data]")
+        raise ConfigError(f"got {value!r}; expected a list of paths, such as [/srv/data]", key=field.name)
 
 
 @attrs.frozen(kw_only=True)

@@ -268,8 +268,9 @@ def _checked_url(options: Mapping[str, Any]) -> str:
     url = text(options, "url")
     if not re.match(r"https?://[^/]", url):
         raise DataError(
-            f"{key_of(options, 'url')}: got {url!r}; expected the API's address, e.g. http://host:8000/v1, or, "
-            "in a run, inference_engine for the run's own servers"
+            f"got {url!r}; expected the API's address, e.g. http://host:8000/v1, or, in a run, inference_engine for "
+            "the run's own servers",
+            key=key_of(options, "url"),
         )
     return url.rstrip("/")
 
@@ -280,12 +281,13 @@ def _key(options: Mapping[str, Any]) -> str:
     key = os.environ.get(variable, "").strip() if isinstance(variable, str) else ""
     if not key:
         raise DataError(
-            f"{key_of(options, 'key_variable')}: the environment variable {variable!r} is not set or is empty; set it "
-            "to the judge's API key"
+            f"the environment variable {variable!r} is not set or is empty; set it to the judge's API key",
+            key=key_of(options, "key_variable"),
         )
     if not (key.isascii() and key.isprintable()):  # http.client's error would show the key
         raise DataError(
-            f"{key_of(options, 'key_variable')}: the environment variable {variable!r} has a character that no API key "
-            "has, such as a line feed; set it to the judge's API key"
+            f"the environment variable {variable!r} has a character that no API key has, such as a line feed; set it "
+            "to the judge's API key",
+            key=key_of(options, "key_variable"),
         )
     return key

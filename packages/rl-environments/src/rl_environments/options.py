@@ -38,15 +38,16 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"{key_of(given, key)}: not an option of the environment {name!r} "
+                f"not an option of the environment {name!r} "
                 f"({', '.join(known) or 'it has none'}).{nearest(str(key), known)} In a run with several environments "
-                f"write environment.options.{name}.<option>"
+                f"write environment.options.{name}.<option>",
+                key=key_of(given, key),
             )
     if is_section and (outside := [key for key in options if key in known and key != name]):
         raise ConfigError(
-            f"environment.options.{outside[0]}: has no effect on the environment {name!r}, whose options are in the "
-            f"section environment.options.{name}; write environment.options.{name}.{outside[0]}, or rename the option "
-            "if it is another environment's"
+            f"has no effect on the environment {name!r}, whose options are in the section environment.options.{name}; "
+            f"write environment.options.{name}.{outside[0]}, or rename the option if it is another environment's",
+            key=f"environment.options.{outside[0]}",
         )
     return given
 
@@ -60,24 +61,27 @@ def _without_sections(options: Mapping[str, Any], known: Sequence[str]) -> Mappi
 
 def key_of(options: Mapping[str, Any], name: str) -> str:
     """Returns the full key of an option, for messages. `options` is what `own_options` returned."""
-    section = f"{options.name}." if isinstance(options, _Section) else ""
-    return f"environment.options.{section}{name}"
+    return f"{_section_of(options)}.{name}"
+
+
+def _section_of(options: Mapping[str, Any]) -> str:
+    return "environment.options" + (f".{options.name}" if isinstance(options, _Section) else "")
 
 
 def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
     """Returns the options that belong to one environment (see `own_options`) as an instance of `record`.
 
     Args:
-        record: an attrs class; its validators begin their messages with the field's name.
+        record: an attrs class; its validators raise errors whose key is the field's name.
 
     Raises:
-        ConfigError: a key is unknown or a value is invalid; the message begins with the full key.
+        ConfigError: a key is unknown or a value is invalid; the error has the full key.
     """
     given = own_options(options, name, [field.name for field in attrs.fields(record)])
     try:
         return record(**given)
     except ConfigError as error:
-        raise ConfigError(key_of(given, str(error))) from error
+        raise error.below(_section_of(given)) from error
 
 
 def one_of(*choices: str) -> Any:
@@ -85,7 +89,7 @@ def one_of(*choices: str) -> Any:
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if value not in choices:
-            raise ConfigError(f"{field.name}: got {value!r}; expected one of {', '.join(choices)}")
+            raise ConfigError(f"got {value!r}; expected one of {', '.join(choices)}", key=field.name)
 
     return require
 
@@ -97,7 +101,7 @@ def is_number(kind: type[int] | type[float]) -> Any:
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
         if not fits and (value is not None or field.default is not None):
-            raise ConfigError(f"{field.name}: got {value!r}; expected {'an integer' if kind is int else 'a number'}")
+            raise ConfigError(f"got {value!r}; expected {'an integer' if kind is int else 'a number'}", key=field.name)
 
     return require
 
@@ -106,7 +110,7 @@ def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
     """Returns the option `name`. Raises ConfigError unless it is a whole number of at least 1."""
     value = options.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected a whole number of at least 1")
+        raise ConfigError(f"got {value!r}; expected a whole number of at least 1", key=key_of(options, name))
     return value
 
 
@@ -114,7 +118,7 @@ def seconds(options: Mapping[str, Any], name: str, default: float) -> float:
     """Returns the option `name`, a time in seconds. Raises ConfigError unless it is above 0 and at most a day."""
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
-        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected seconds, above 0 and at most 86400")
+        raise ConfigError(f"got {value!r}; expected seconds, above 0 and at most 86400", key=key_of(options, name))
     return float(value)
 
 
@@ -122,7 +126,7 @@ def number_up_to(options: Mapping[str, Any], name: str, default: float, *, highe
     """Returns the option `name`. Raises ConfigError unless it is a number from 0 to `highest`."""
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
-        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected a number from 0 to {highest:g}")
+        raise ConfigError(f"got {value!r}; expected a number from 0 to {highest:g}", key=key_of(options, name))
     return float(value)
 
 
@@ -130,5 +134,5 @@ def text(options: Mapping[str, Any], name: str, default: str | None = None) -> s
     """Returns the option `name`. Raises ConfigError unless it is text and not empty."""
     value = options.get(name, default)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key_of(options, name)}: got {value!r}; expected text that is not empty")
+        raise ConfigError(f"got {value!r}; expected text that is not empty", key=key_of(options, name))
     return value

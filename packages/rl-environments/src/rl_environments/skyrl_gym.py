@@ -140,7 +140,7 @@ def _maker(options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns the callable that creates the environment from `env_config` and `extras`."""
     name, key = text(options, "env"), key_of(options, "env")
     if ":" in name:
-        return plugins.import_object(name, f"{key}: ")
+        return plugins.import_object(name, key)
     try:
         import skyrl_gym
     except ImportError as error:
@@ -148,7 +148,7 @@ def _maker(options: Mapping[str, Any]) -> Callable[..., Any]:
     if name not in skyrl_gym.registry:
         known = ", ".join(skyrl_gym.registry)
         remedy = nearest(name, skyrl_gym.registry)
-        raise DataError(f"{key}: skyrl-gym has no {name!r}; it has {known}.{remedy}")
+        raise DataError(f"skyrl-gym has no {name!r}; it has {known}.{remedy}", key=key)
     return partial(skyrl_gym.make, name)
 
 
@@ -157,7 +157,7 @@ def _env_config(options: Mapping[str, Any]) -> Any:
     object with attributes."""
     given, key = options.get("config"), key_of(options, "config")
     if not isinstance(given, Mapping | None):
-        raise ConfigError(f"{key}: got {given!r:.80}; expected a mapping")
+        raise ConfigError(f"got {given!r:.80}; expected a mapping", key=key)
     values = {str(name): _attributes(value) for name, value in (given or {}).items()}
     declared = _declared(options)
     if declared is None:
@@ -166,12 +166,15 @@ def _env_config(options: Mapping[str, Any]) -> Any:
     for name in values:
         if name not in fields:
             raise ConfigError(
-                f"{key}.{name}: {declared.__name__} of the environment has no such field; expected "
-                f"{', '.join(fields)}.{nearest(name, fields)}"
+                f"{declared.__name__} of the environment has no such field; expected "
+                f"{', '.join(fields)}.{nearest(name, fields)}",
+                key=f"{key}.{name}",
             )
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{key}.{name}: is missing; {declared.__name__} of the environment has no default for it")
+            raise ConfigError(
+                f"is missing; {declared.__name__} of the environment has no default for it", key=f"{key}.{name}"
+            )
     return declared(**values)
 
 

@@ -40,7 +40,8 @@ class FsdpBackend:
             least = 2 if self.is_fsdp1 else 1
             fitting = ", ".join(str(n) for n in (-1, *range(least, world_size + 1)) if world_size % n == 0)
             raise ConfigError(
-                f"{self.config_section}.fsdp_size: {size} does not divide {world_size} ranks; choose one of {fitting}"
+                f"{size} does not divide {world_size} ranks; choose one of {fitting}",
+                key=f"{self.config_section}.fsdp_size",
             )
         return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
 
@@ -53,7 +54,7 @@ class FsdpBackend:
         if self.is_fsdp1:
             _validate_fsdp1(spec, section)
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
-            raise ConfigError(f"{replay_key('critic')}: a critic cannot follow the policy's routes; set it to false")
+            raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
 
     def shares_prefixes(self, options: FsdpOptions) -> bool:
         """See `PrefixSharing`."""
@@ -101,8 +102,9 @@ class FsdpBackend:
 def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
     if spec.role == "critic":
         raise ConfigError(
-            "trainer.strategy: fsdp1 cannot train a model with a value head, which a critic and a reward model have; "
-            "set trainer.strategy=fsdp (FSDP2)"
+            "fsdp1 cannot train a model with a value head, which a critic and a reward model have; set "
+            "trainer.strategy=fsdp (FSDP2)",
+            key="trainer.strategy",
         )
     refused = {
         "fsdp_config.cpu_offload": spec.options.cpu_offload
@@ -113,24 +115,26 @@ def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
     }
     for key, reason in refused.items():
         if reason:
-            raise ConfigError(f"{section}.{key}: {reason}; set trainer.strategy=fsdp (FSDP2)")
+            raise ConfigError(f"{reason}; set trainer.strategy=fsdp (FSDP2)", key=f"{section}.{key}")
 
 
 def _require_rehearsable(spec: WorkerSpec, section: str, *, is_fsdp1: bool) -> None:
     if is_fsdp1:
         raise ConfigError(
-            "trainer.strategy: fsdp1 cannot be rehearsed, because FSDP1 makes its flat parameters from the weights' "
-            "values; rehearse trainer.strategy=fsdp, or use only the plan (rl plan)"
+            "fsdp1 cannot be rehearsed, because FSDP1 makes its flat parameters from the weights' values; rehearse "
+            "trainer.strategy=fsdp, or use only the plan (rl plan)",
+            key="trainer.strategy",
         )
     if spec.options.cpu_offload:
         raise ConfigError(
-            f"{section}.fsdp_config.cpu_offload: a rehearsal cannot tell host memory from device memory; rehearse "
-            "without it, or use only the plan (rl plan)"
+            "a rehearsal cannot tell host memory from device memory; rehearse without it, or use only the plan (rl "
+            "plan)",
+            key=f"{section}.fsdp_config.cpu_offload",
         )
     if spec.options.moe_enable_routing_replay:
         raise ConfigError(
-            f"{replay_key(spec.role)}: routes come from an engine, which a rehearsal does not have; set it to "
-            "false to rehearse"
+            "routes come from an engine, which a rehearsal does not have; set it to false to rehearse",
+            key=replay_key(spec.role),
         )
 
 

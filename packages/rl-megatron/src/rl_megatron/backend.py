@@ -116,7 +116,8 @@ def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
     run."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(
-            f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"
+            f"it is not proved that Megatron computes this model correctly: {reason}",
+            key=f"{SECTIONS[spec.role]}.model.path",
         )
 
 

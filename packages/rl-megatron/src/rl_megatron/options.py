@@ -128,8 +128,8 @@ def transformer_fields(options: MegatronOptions, where: str = "megatron_config")
     for name, value in passed.items():
         if name in fields and fields[name] not in (getattr(plain, name), value):
             raise ConfigError(
-                f"{where}.transformer_config_kwargs.{name}: got {value!r}, but {where}.{name} is {fields[name]!r}; "
-                f"set only {where}.{name}"
+                f"got {value!r}, but {where}.{name} is {fields[name]!r}; set only {where}.{name}",
+                key=f"{where}.transformer_config_kwargs.{name}",
             )
     return {**fields, **passed}
 

@@ -27,11 +27,14 @@ def plan_ranks(
     section = SECTIONS[spec.role]
     if setup.shape is None:
         raise ConfigError(
-            f"{section}.model.path: {spec.model.path} is not on this machine, so its sizes are unknown; set a "
-            "directory, download the model, or let the recipe create it first"
+            f"{spec.model.path} is not on this machine, so its sizes are unknown; set a directory, download the model, "
+            "or let the recipe create it first",
+            key=f"{section}.model.path",
         )
     if spec.model.lora.rank > 0:
-        raise ConfigError(f"{section}.model.lora.rank: the plan does not cover adapters; set it to 0 to plan the model")
+        raise ConfigError(
+            "the plan does not cover adapters; set it to 0 to plan the model", key=f"{section}.model.lora.rank"
+        )
     mesh = setup.mesh()
     chunks = setup.chunks(setup.shape.num_layers)
     return tuple(

@@ -45,8 +45,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     or if the tokenizer cannot be downloaded or loaded."""
     if not has_tokenizer(path):
         raise ConfigError(
-            f"{_MODEL_PATH}: {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
-            "model's tokenizer there with tokenizer.save_pretrained"
+            f"{path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the model's tokenizer there "
+            "with tokenizer.save_pretrained",
+            key=_MODEL_PATH,
         )
     _require_in_reach(path)
     from transformers import AutoTokenizer
@@ -56,7 +57,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         # A broken file can make transformers raise any exception.
         raise ConfigError(
-            f"{_MODEL_PATH}: {path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+            f"{path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}", key=_MODEL_PATH
         ) from error
 
 
@@ -127,7 +128,8 @@ def codec_of(
     )
     if (name := codec._unread(chat_template_kwargs)) is not None:
         raise ConfigError(
-            f"generator.chat_template_kwargs: got {name!r}, which the model's chat template does not read; remove it"
+            f"got {name!r}, which the model's chat template does not read; remove it",
+            key="generator.chat_template_kwargs",
         )
     return codec
 
@@ -191,8 +193,8 @@ class TokenCodec:
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
-                "generator.chat_template_kwargs: got 'tools', but the environment or the row also has tools; remove "
-                "one of the two"
+                "got 'tools', but the environment or the row also has tools; remove one of the two",
+                key="generator.chat_template_kwargs",
             )
         codec = copy.copy(self)
         codec._tools = tuple(tools)
@@ -314,8 +316,9 @@ class TokenCodec:
         start = next(starts, None)
         if start is None:
             raise ConfigError(
-                "data.add_special_tokens: the tokenizer encodes text differently when it adds its special tokens, so "
-                f"they cannot be added alone (text: {text!r:.80}); set the key to false"
+                "the tokenizer encodes text differently when it adds its special tokens, so they cannot be added alone "
+                f"(text: {text!r:.80}); set the key to false",
+                key="data.add_special_tokens",
             )
         return tokens if tokens[:start] == whole[:start] else whole[:start] + tokens
 

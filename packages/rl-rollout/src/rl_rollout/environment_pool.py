@@ -128,7 +128,7 @@ class EnvironmentPool:
         except EnvironmentFailure as error:
             said = f"{factory.scored_by(options)} cannot be imported in another process ({error})"
             if self._placement is not None:
-                raise ConfigError(f"environment.placement: {said}; choose the placement thread") from error
+                raise ConfigError(f"{said}; choose the placement thread", key="environment.placement") from error
             self._scoring.note_once(f"{said}, so it runs in threads, where a call that never returns may end the run")
             async with self._in_thread(factory, row, options, timeout_s) as environment:
                 yield environment
@@ -254,17 +254,19 @@ async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
         ) from error
     except EnvironmentFailure as error:
         raise ConfigError(
-            f"environment.placement: the environment cannot be imported in its own process: {error}"
+            f"the environment cannot be imported in its own process: {error}", key="environment.placement"
         ) from error
 
 
-def placement_of(factory: type[Environment], configured: PlacementKind | None = None, where: str = "") -> PlacementKind:
+def placement_of(
+    factory: type[Environment], configured: PlacementKind | None = None, key: str | None = None
+) -> PlacementKind:
     """Returns where environments run: the configured placement, else the one that their class declares.
 
     Args:
         factory: the environments' class.
         configured: the placement from the configuration; None: not configured.
-        where: prefix of error messages, such as the configuration key that chose the class.
+        key: the configuration key that chose the class, for messages.
 
     Raises:
         ConfigError: an unknown placement, or `process` for a class that cannot be pickled.
@@ -273,16 +275,17 @@ def placement_of(factory: type[Environment], configured: PlacementKind | None = 
     known = get_args(PlacementKind)
     if placement not in known:
         raise ConfigError(
-            f"{where}{factory.__name__}.placement is {placement!r:.80}; expected one of {', '.join(known)}; set "
-            "it as an attribute of the class itself, because it is read before an episode starts"
+            f"{factory.__name__}.placement is {placement!r:.80}; expected one of {', '.join(known)}; set "
+            "it as an attribute of the class itself, because it is read before an episode starts",
+            key=key,
         )
     placement = configured or placement
     if placement == "process":
-        pickled(factory, where)
+        pickled(factory, key)
     return placement
 
 
-def pickled(factory: type[Environment], where: str = "") -> bytes:
+def pickled(factory: type[Environment], key: str | None = None) -> bytes:
     """Pickles the class, as its author wrote it, for another process. Raises ConfigError if it cannot be pickled, or if
     it is defined in the main script, which other processes cannot import."""
     try:
@@ -291,8 +294,9 @@ def pickled(factory: type[Environment], where: str = "") -> bytes:
         return pickle.dumps(vars(factory).get("adapted_from", factory))
     except Exception as error:
         raise ConfigError(
-            f"{where}{factory.__name__} has placement 'process', but cannot be pickled for another process: {error}. "
-            "Define it at the top level of a module that can be imported, or choose placement 'thread'"
+            f"{factory.__name__} has placement 'process', but cannot be pickled for another process: {error}. "
+            "Define it at the top level of a module that can be imported, or choose placement 'thread'",
+            key=key,
         ) from error
 
 

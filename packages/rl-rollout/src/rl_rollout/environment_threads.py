@@ -212,8 +212,9 @@ class ThreadedEnvironment(Environment):
 
 def _no_room(error: Exception) -> ConfigError:
     return ConfigError(
-        f"environment.num_workers: could not start a thread for another environment ({error}): limit the number of "
-        "threads with this key, or raise the machine's limits (ulimit -u, ulimit -n)"
+        f"could not start a thread for another environment ({error}): limit the number of threads with this key, or "
+        "raise the machine's limits (ulimit -u, ulimit -n)",
+        key="environment.num_workers",
     )
 
 

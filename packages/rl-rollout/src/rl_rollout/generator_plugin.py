@@ -30,7 +30,7 @@ class EnvironmentGeneratorPlugin:
         if spec.env_class is not None:
             key = "environment.env_class"
             factory = plugins.load("rl_core.environments", spec.env_class, key=key)
-            placement_of(factory, spec.environment_placement, f"{key}: ")
+            placement_of(factory, spec.environment_placement, key)
             if factory is RewardFunctionsEnvironment:
                 require_functions(spec.environment_options)
 
@@ -62,8 +62,9 @@ class DatasetGeneratorPlugin:
         for key, number in asked.items():
             if number != expected:
                 raise ConfigError(
-                    f"generator.{key}: got {number}, expected {expected}: the number of responses in a row with "
-                    f"generator.type=dataset and generator.responses={responses}"
+                    f"got {number}, expected {expected}: the number of responses in a row with generator.type=dataset "
+                    f"and generator.responses={responses}",
+                    key=f"generator.{key}",
                 )
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:

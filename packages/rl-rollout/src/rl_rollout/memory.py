@@ -18,8 +18,9 @@ def shape_of(spec: EngineSpec) -> ModelShape:
     config = config_at_hand(spec.model_path, _MODEL)
     if config is None:
         raise ConfigError(
-            f"{_MODEL}: {spec.model_path} is not on this machine, so its sizes are unknown; set a directory, or let "
-            "the recipe create the model first"
+            f"{spec.model_path} is not on this machine, so its sizes are unknown; set a directory, or let the recipe "
+            "create the model first",
+            key=_MODEL,
         )
     return model_shape(config.get_text_config().to_dict(), _MODEL)
 

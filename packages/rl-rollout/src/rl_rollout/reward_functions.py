@@ -51,13 +51,15 @@ class RewardFunction:
         for one in parameters:
             if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
                 raise ConfigError(
-                    f"{KEY}: {path!r} requires {one.name!r} by position, but functions get their arguments by name; "
-                    "remove the `/` from its parameters"
+                    f"{path!r} requires {one.name!r} by position, but functions get their arguments by name; remove "
+                    "the `/` from its parameters",
+                    key=KEY,
                 )
         if not takes_any and "completions" not in names:
             raise ConfigError(
-                f"{KEY}: {path!r} does not take `completions`; expected a function such as "
-                "def reward(completions, **kwargs) that returns a list of numbers"
+                f"{path!r} does not take `completions`; expected a function such as def reward(completions, **kwargs) "
+                "that returns a list of numbers",
+                key=KEY,
             )
         required = tuple(one.name for one in by_name if one.default is one.empty)
         return cls(call=function, names=None if takes_any else names, required=required)
@@ -148,15 +150,15 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, RewardFunction]:
         PluginError: a path cannot be imported, or does not name a function.
     """
     if not paths:
-        raise ConfigError(f"{KEY}: got no function; set e.g. {KEY}=[my_module:reward]")
+        raise ConfigError(f"got no function; set e.g. {KEY}=[my_module:reward]", key=KEY)
     functions: dict[str, RewardFunction] = {}
     for path in paths:
         if ":" not in path:
             module, _, name = path.rpartition(".")
-            raise ConfigError(f"{KEY}: got {path!r}; expected package.module:function, e.g. {module or path}:{name}")
-        function = import_object(path, f"{KEY}: ")
+            raise ConfigError(f"got {path!r}; expected package.module:function, e.g. {module or path}:{name}", key=KEY)
+        function = import_object(path, KEY)
         if not callable(function) or inspect.isclass(function):
-            raise PluginError(f"{KEY}: {path!r} is of type {type(function).__name__}; expected a function")
+            raise PluginError(f"{path!r} is of type {type(function).__name__}; expected a function", key=KEY)
         name = path.partition(":")[2]
         names = (name, *(f"{name}_{number}" for number in range(2, len(functions) + 2)))
         functions[next(each for each in names if each not in functions)] = RewardFunction.of(function, path)
@@ -206,17 +208,18 @@ def require_functions(options: Mapping[str, Any]) -> None:
     others = [name for name in options if f"environment.{name}" not in (KEY, WEIGHTS)]
     if others:
         raise ConfigError(
-            f"environment.options.{others[0]}: has no effect, because reward functions do not get the options; remove "
-            "it, or pass the value to the functions in a column of the rows"
+            "has no effect, because reward functions do not get the options; remove it, or pass the value to the "
+            "functions in a column of the rows",
+            key=f"environment.options.{others[0]}",
         )
     for key, kind, example in ((KEY, str, "[my_module:reward]"), (WEIGHTS, int | float, "[1.0]")):
         given = options.get(key.removeprefix("environment."), ())
         if not isinstance(given, list | tuple) or not all(isinstance(one, kind) for one in given):
-            raise ConfigError(f"{key}: got {given!r:.80}; expected a list, such as {example}")
+            raise ConfigError(f"got {given!r:.80}; expected a list, such as {example}", key=key)
     paths, weights = _paths(options), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):
-        raise ConfigError(f"{WEIGHTS}: got {len(weights)} weights for {len(paths)} functions; set one for each")
+        raise ConfigError(f"got {len(weights)} weights for {len(paths)} functions; set one for each", key=WEIGHTS)
 
 
 def _paths(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -83,8 +83,9 @@ class RowEncoder:
         end = codec.tokenizer.eos_token_id
         if not isinstance(end, int):
             raise ConfigError(
-                "trainer.policy.model.path: the model's tokenizer has no eos_token, which ends a response; set one "
-                "with tokenizer.eos_token = … and save it there"
+                "the model's tokenizer has no eos_token, which ends a response; set one with tokenizer.eos_token = … "
+                "and save it there",
+                key="trainer.policy.model.path",
             )
         self._codec = codec
         self._end = end

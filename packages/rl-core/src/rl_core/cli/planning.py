@@ -83,8 +83,9 @@ def require_made_models(loaded: configuration.Loaded) -> None:
         key, path = f"{SECTIONS[role]}.model.path", _model_name(loaded.config, role)
         if path is not None and path in loaded.makes and not Path(path).exists():
             raise ConfigError(
-                f"{key}: {path} does not exist yet, so its sizes are unknown; let the recipe create it with rl train, "
-                "or set another model"
+                f"{path} does not exist yet, so its sizes are unknown; let the recipe create it with rl train, or set "
+                "another model",
+                key=key,
             )
 
 

@@ -134,8 +134,9 @@ def _gather_reference(config: Config, mistakes: Mistakes) -> None:
     if reference.inference_backend is None and reference.inference_options:
         mistakes.add(
             ConfigError(
-                f"trainer.ref.inference_options: got {', '.join(reference.inference_options)} without an engine; set "
-                "trainer.ref.inference_backend, or remove the options, so that ranks compute the reference's log-probs"
+                f"got {', '.join(reference.inference_options)} without an engine; set trainer.ref.inference_backend, "
+                "or remove the options, so that ranks compute the reference's log-probs",
+                key="trainer.ref.inference_options",
             )
         )
     if reference.inference_backend is not None and not mistakes.about("trainer.ref", *_ENGINE_READS):
@@ -147,24 +148,26 @@ def _validate_reference_engine(config: Config) -> None:
     assert found is not None, "called only for a reference in an engine"
     if config.temperature != 1.0:
         raise ConfigError(
-            f"trainer.algorithm.temperature: got {config.temperature:g} with trainer.ref.inference_backend="
-            f"{config.trainer.ref.inference_backend}; engines score tokens at temperature 1 only. Set this key and "
-            "generator.sampling_params.temperature to 1, or remove trainer.ref.inference_backend, so that ranks "
-            "compute the reference's log-probs"
+            f"got {config.temperature:g} with trainer.ref.inference_backend={config.trainer.ref.inference_backend}; "
+            "engines score tokens at temperature 1 only. Set this key and generator.sampling_params.temperature to 1, "
+            "or remove trainer.ref.inference_backend, so that ranks compute the reference's log-probs",
+            key="trainer.algorithm.temperature",
         )
     if config.generator.sampling_params.is_truncated:
         named = " and ".join(config.generator.sampling_params.truncating)
         raise ConfigError(
-            f"trainer.ref.inference_backend: got {config.trainer.ref.inference_backend}, but engines score tokens in "
-            f"the whole distribution, and generator.sampling_params sets {named}; remove one of the two"
+            f"got {config.trainer.ref.inference_backend}, but engines score tokens in the whole distribution, and "
+            f"generator.sampling_params sets {named}; remove one of the two",
+            key="trainer.ref.inference_backend",
         )
     engine, spec = found
     try:
         engine.validate(spec)
     except ConfigError as error:  # its message names keys of generator.inference_engine
         raise ConfigError(
-            f"trainer.ref.inference_options: the reference is served by one engine, which takes its keys from here "
-            f"instead of generator.inference_engine: {error}"
+            "the reference is served by one engine, which takes its keys from here instead of "
+            f"generator.inference_engine: {error}",
+            key="trainer.ref.inference_options",
         ) from error
 
 
@@ -245,8 +248,9 @@ def _check_routes(config: Config) -> None:
     for name, model in (("ref", trainer.ref), ("critic", trainer.critic)):
         if follows(model.options(section)):
             raise ConfigError(
-                f"trainer.{name}.{key}: got true, but only the policy can follow an engine's routes; the other models "
-                f"compute their own. Set this key to false; for the policy, set trainer.policy.{key}"
+                "got true, but only the policy can follow an engine's routes; the other models compute their own. Set "
+                f"this key to false; for the policy, set trainer.policy.{key}",
+                key=f"trainer.{name}.{key}",
             )
     if follows(trainer.policy.options(section)) != returned:
         state = "returns routes that the policy does not follow" if returned else "returns no routes to follow"
@@ -255,7 +259,7 @@ def _check_routes(config: Config) -> None:
             if isinstance(backend, RouteFollowing)
             else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
         )
-        raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
+        raise ConfigError(f"{str(returned).lower()}, so the engine {state}; {remedy}", key=engine_key)
 
 
 def _check_sampled_distribution(config: Config) -> None:
@@ -263,9 +267,10 @@ def _check_sampled_distribution(config: Config) -> None:
     sampling, trainer = config.generator.sampling_params, config.trainer
     if sampling.temperature != config.temperature:
         raise ConfigError(
-            f"trainer.algorithm.temperature: got {config.temperature:g}, but responses are sampled with "
-            f"generator.sampling_params.temperature={sampling.temperature:g}, so the trainer would score "
-            "another distribution; remove this key"
+            f"got {config.temperature:g}, but responses are sampled with "
+            f"generator.sampling_params.temperature={sampling.temperature:g}, so the trainer would score another "
+            "distribution; remove this key",
+            key="trainer.algorithm.temperature",
         )
     if sampling.extra_args and not config.generator.inference_engine.weight_verification.prove_at_start:
         raise ConfigError(
@@ -286,9 +291,10 @@ def _check_sampled_distribution(config: Config) -> None:
     if lacking:
         set_keys = ", ".join(f"{name}={getattr(sampling, name):g}" for name in sampling.truncating)
         raise ConfigError(
-            f"generator.sampling_params: got {set_keys}, so only the most likely tokens are sampled. The "
-            f"trainer's log-probs are exact only if it knows which tokens were kept, and {lacking[0]}. Remove "
-            f"{' and '.join(sampling.truncating)}; generator.eval_sampling_params may set them"
+            f"got {set_keys}, so only the most likely tokens are sampled. The trainer's log-probs are exact only if it "
+            f"knows which tokens were kept, and {lacking[0]}. Remove {' and '.join(sampling.truncating)}; "
+            "generator.eval_sampling_params may set them",
+            key="generator.sampling_params",
         )
 
 
@@ -308,12 +314,13 @@ def _check_delta(config: Config) -> None:
     key, engine = "generator.inference_engine.weight_sync_delta", config.generator.inference_engine.backend
     if config.trainer.policy.model.lora.is_sent_alone:
         raise ConfigError(
-            f"{key}: got true with trainer.policy.model.lora.merge_lora=false: a sync then sends only the adapter, "
-            "always as a whole; set weight_sync_delta=false"
+            "got true with trainer.policy.model.lora.merge_lora=false: a sync then sends only the adapter, always as a "
+            "whole; set weight_sync_delta=false",
+            key=key,
         )
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):
-        raise ConfigError(f"{key}: got true, but the engine {engine!r} accepts only whole weights; set it to false")
+        raise ConfigError(f"got true, but the engine {engine!r} accepts only whole weights; set it to false", key=key)
 
 
 def _check_loss(config: Config) -> None:
@@ -321,13 +328,15 @@ def _check_loss(config: Config) -> None:
     objective = objective_of(config)
     if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
-            f"{key}: {name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae trains its "
-            "critic with value_clip automatically; choose a loss for the policy, e.g. regular"
+            f"{name!r} trains a critic, and a run with trainer.algorithm.advantage_estimator=gae trains its critic "
+            "with value_clip automatically; choose a loss for the policy, e.g. regular",
+            key=key,
         )
     if "predicted_values" in objective.reads and needs_engine(config):
         raise ConfigError(
-            f"{key}: {name!r} trains a model with a value head, which cannot sample; use stored pairs, with "
-            "generator.type=dataset"
+            f"{name!r} trains a model with a value head, which cannot sample; use stored pairs, with "
+            "generator.type=dataset",
+            key=key,
         )
     _require_values_of_terms(config, objective)
     if getattr(objective.function, "is_pairwise", False):
@@ -339,14 +348,16 @@ def _require_values_of_terms(config: Config, objective: Objective) -> None:
     algorithm, name = config.trainer.algorithm, config.trainer.algorithm.policy_loss_type
     if algorithm.off_policy_sequence_mask is not None and "advantages" not in objective.required_columns:
         raise ConfigError(
-            f"trainer.algorithm.off_policy_sequence_mask: got {algorithm.off_policy_sequence_mask:g}, but the loss "
-            f"{name!r} reads no advantages, whose sign decides what is masked; set it to null, or choose another loss"
+            f"got {algorithm.off_policy_sequence_mask:g}, but the loss {name!r} reads no advantages, whose sign "
+            "decides what is masked; set it to null, or choose another loss",
+            key="trainer.algorithm.off_policy_sequence_mask",
         )
     for key in ("use_kl_loss", "use_kl_in_reward", "use_entropy_loss"):
         if "predicted_values" in objective.reads and getattr(algorithm, key):
             raise ConfigError(
-                f"trainer.algorithm.{key}: got true, but the loss {name!r} trains a model with a value head, which "
-                "predicts no tokens; set it to false"
+                f"got true, but the loss {name!r} trains a model with a value head, which predicts no tokens; set it "
+                "to false",
+                key=f"trainer.algorithm.{key}",
             )
 
 
@@ -356,18 +367,22 @@ def _require_pairs(config: Config) -> None:
     name = f"{_LOSS}={trainer.algorithm.policy_loss_type}"
     if config.generator.n_samples_per_prompt != 2:
         got = config.generator.n_samples_per_prompt
-        raise ConfigError(f"generator.n_samples_per_prompt: got {got}; {name} compares two responses; set it to 2")
+        raise ConfigError(
+            f"got {got}; {name} compares two responses; set it to 2", key="generator.n_samples_per_prompt"
+        )
     if trainer.algorithm.loss_reduction != "prompt_token_sum":
         raise ConfigError(
-            f"trainer.algorithm.loss_reduction: got {trainer.algorithm.loss_reduction}; with {name}, "
-            "the loss of a pair is the sum over its tokens; set it to prompt_token_sum"
+            f"got {trainer.algorithm.loss_reduction}; with {name}, the loss of a pair is the sum over its tokens; set "
+            "it to prompt_token_sum",
+            key="trainer.algorithm.loss_reduction",
         )
     if trainer.policy_mini_batch_size != trainer.train_batch_size or trainer.update_epochs_per_batch != 1:
         raise ConfigError(
-            f"{key}: got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
+            f"got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
             f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the derivative of each pair's "
             "loss once per batch, which is correct only for a single optimizer step; set both sizes to the same "
-            "number, and update_epochs_per_batch=1"
+            "number, and update_epochs_per_batch=1",
+            key=key,
         )
 
 
@@ -379,11 +394,11 @@ def _gather_critic(config: Config, mistakes: Mistakes) -> None:
     policy, critic = placement.policy_shape, placement.critic_shape
     if placement.colocate_all and policy != critic:
         message = (
-            "trainer.placement: colocate_all=true needs a critic with the policy's nodes × ranks per node; the policy "
+            "colocate_all=true needs a critic with the policy's nodes × ranks per node; the policy "
             f"has {policy[0]} × {policy[1]}, but critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
             f"{critic[1]}. Remove both critic keys, or set colocate_all=false"
         )
-        mistakes.add(ConfigError(message))
+        mistakes.add(ConfigError(message, key="trainer.placement"))
 
 
 def _check_correction(config: Config) -> None:
@@ -398,4 +413,4 @@ def _check_correction(config: Config) -> None:
     try:
         off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **params)
     except ConfigError as error:
-        raise ConfigError(f"trainer.algorithm.off_policy_correction: {error}") from error
+        raise ConfigError(str(error), key="trainer.algorithm.off_policy_correction") from error

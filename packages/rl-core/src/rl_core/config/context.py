@@ -44,6 +44,7 @@ def require_room_for_responses(config: Config, sampling: str) -> None:
     response = value_at(config, key)
     if context is not None and response is not None and response >= context[0]:
         raise ConfigError(
-            f"{key}: got {response}, but the model takes {context[0]} tokens, including the prompt ({context[1]}); "
-            f"set it to at most {context[0] - 1}"
+            f"got {response}, but the model takes {context[0]} tokens, including the prompt ({context[1]}); set it to "
+            f"at most {context[0] - 1}",
+            key=key,
         )

@@ -51,7 +51,7 @@ def gather_data(
     """Records every missing data file, and an error if the first key names no file. A file that several keys name is
     recorded only once."""
     if not value_at(config, keys[0]):
-        mistakes.add(ConfigError(f"{keys[0]}: got no file; set e.g. {keys[0]}=prompts.parquet"))
+        mistakes.add(ConfigError(f"got no file; set e.g. {keys[0]}=prompts.parquet", key=keys[0]))
     seen: set[str] = set()
     for key in keys:
         for file in value_at(config, key):
@@ -73,7 +73,7 @@ def _require_reachable(key: str, path: str) -> None:
     except (OSError, ValueError) as error:  # no permission, a name that is too long, or a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
     if reason:
-        raise ConfigError(f"{key}: {path} cannot be read: {reason}. Set a path that this user can read")
+        raise ConfigError(f"{path} cannot be read: {reason}. Set a path that this user can read", key=key)
 
 
 def _require_data(key: str, file: str, needs: str) -> None:
@@ -82,20 +82,20 @@ def _require_data(key: str, file: str, needs: str) -> None:
         return
     if not is_remote(file):
         remedy = f"; {needs}" if needs else ""
-        raise ConfigError(f"{key}: the file {file} does not exist (current directory: {Path.cwd()}){remedy}")
+        raise ConfigError(f"the file {file} does not exist (current directory: {Path.cwd()}){remedy}", key=key)
     try:
         is_there = exists(file)
     except OSError as error:  # such as a bucket that this user may not read
-        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}", key=key) from error
     if not is_there:
-        raise ConfigError(f"{key}: the file {file} does not exist")
+        raise ConfigError(f"the file {file} does not exist", key=key)
 
 
 def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[str]) -> None:
     """Records an error if the policy's model is missing. Training and evaluation both need this model."""
     key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
-        mistakes.add(ConfigError(f"{key}: got no model; set it to a Hugging Face model directory or name"))
+        mistakes.add(ConfigError("got no model; set it to a Hugging Face model directory or name", key=key))
     else:
         _gather_model(key, config.policy_model_path, mistakes, makes)
 
@@ -132,9 +132,10 @@ def _require_same_vocabulary(config: Config) -> None:
     if other is not None:
         found = f"token {theirs[other]} of the reference" if other in theirs else "not a token of the reference"
         raise ConfigError(
-            f"trainer.ref.model.path: {reference} and the policy, {policy}, have different vocabularies: {other!r} is "
-            f"token {ours[other]} of the policy and {found}. The reference scores the policy's token ids; use a "
-            "reference with the same tokenizer"
+            f"{reference} and the policy, {policy}, have different vocabularies: {other!r} is token {ours[other]} of "
+            f"the policy and {found}. The reference scores the policy's token ids; use a reference with the same "
+            "tokenizer",
+            key="trainer.ref.model.path",
         )
 
 
@@ -147,8 +148,9 @@ def _require_embeddings(key: str, path: str, policy: str) -> None:
     token = max(ids, key=lambda token: ids[token])
     if theirs <= ids[token] < ours:
         raise ConfigError(
-            f"{key}: {path} has embeddings for {theirs} tokens, but the policy, {policy}, also has token {ids[token]} "
-            f"({token!r}); give {path} embeddings for all tokens (resize_token_embeddings in transformers)"
+            f"{path} has embeddings for {theirs} tokens, but the policy, {policy}, also has token {ids[token]} "
+            f"({token!r}); give {path} embeddings for all tokens (resize_token_embeddings in transformers)",
+            key=key,
         )
 
 
@@ -201,16 +203,16 @@ def _require_model(key: str, path: str) -> None:
             if find_spec("huggingface_hub") is not None:
                 require_no_adapter(key, path)
             return
-        raise ConfigError(f"{key}: the directory {path} does not exist (current directory: {Path.cwd()})")
+        raise ConfigError(f"the directory {path} does not exist (current directory: {Path.cwd()})", key=key)
     if not (directory / "config.json").is_file():
         adapter = ", only a LoRA adapter" if (directory / ADAPTER_FILE).is_file() else ""
         raise ConfigError(
-            f"{key}: {path} has no config.json{adapter}; expected a model directory in Hugging Face format"
+            f"{path} has no config.json{adapter}; expected a model directory in Hugging Face format", key=key
         )
     require_no_adapter(key, path)
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ConfigError(
-            f"{key}: {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); save the model's tokenizer there"
+            f"{path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); save the model's tokenizer there", key=key
         )
 
 
@@ -220,9 +222,10 @@ def require_no_adapter(key: str, path: str) -> None:
     directory = Path(path)
     if (directory / ADAPTER_FILE).is_file() if directory.is_dir() else is_cached(path, ADAPTER_FILE):
         raise ConfigError(
-            f"{key}: {path} has a LoRA adapter ({ADAPTER_FILE}) beside the model, which transformers would load on top "
-            f"of the weights. If the weights already contain the adapter, remove {ADAPTER_FILE} and adapter_model.*; "
-            "otherwise merge it (peft: merge_and_unload) and save the merged model to another directory"
+            f"{path} has a LoRA adapter ({ADAPTER_FILE}) beside the model, which transformers would load on top of the "
+            f"weights. If the weights already contain the adapter, remove {ADAPTER_FILE} and adapter_model.*; "
+            "otherwise merge it (peft: merge_and_unload) and save the merged model to another directory",
+            key=key,
         )
 
 
@@ -232,7 +235,9 @@ def _resume_path_exists(config: Config) -> None:
         return
     _require_reachable("trainer.resume_path", path)
     if not Path(path).is_dir():
-        raise ConfigError(f"trainer.resume_path: {path} is not a directory; set it to a checkpoint of an earlier run")
+        raise ConfigError(
+            f"{path} is not a directory; set it to a checkpoint of an earlier run", key="trainer.resume_path"
+        )
 
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
@@ -242,18 +247,21 @@ def _gather_directories(config: Config, mistakes: Mistakes) -> None:
         if is_remote(value_at(config, key) or ""):
             mistakes.add(
                 ConfigError(
-                    f"{key}: {value_at(config, key)} is a remote address; use a local directory (checkpoints may be "
-                    "remote, in trainer.ckpt_path, and `rl push` uploads a model)"
+                    f"{value_at(config, key)} is a remote address; use a local directory (checkpoints may be remote, "
+                    "in trainer.ckpt_path, and `rl push` uploads a model)",
+                    key=key,
                 )
             )
+    seen: set[str] = set()
     for key, directory in (
         ("trainer.run_dir", config.run_dir),
         ("trainer.ckpt_path", config.ckpt_dir),
         ("trainer.export_path", config.export_dir),
     ):
         problem = why_not_created(directory.absolute())
-        if problem and not any(str(error).endswith(problem) for error in mistakes.errors):
-            mistakes.add(ConfigError(f"{key}: {directory} cannot be created: {problem}"))
+        if problem and problem not in seen:
+            seen.add(problem)
+            mistakes.add(ConfigError(f"{directory} cannot be created: {problem}", key=key))
 
 
 def why_not_created(directory: Path) -> str | None:

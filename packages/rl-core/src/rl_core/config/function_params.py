@@ -77,11 +77,11 @@ def correction_params(config: Config) -> dict[str, Any] | None:
     if refuses:
         reason = _why_refused(objective)
         raise ConfigError(
-            f"{key}: the loss {name!r} {reason}, so it cannot use a correction; remove the correction, or choose "
-            "another loss"
+            f"the loss {name!r} {reason}, so it cannot use a correction; remove the correction, or choose another loss",
+            key=key,
         )
     if params["tis_ratio_type"] is not None and objective.corrections == "unknown":
-        raise ConfigError(f"{key}.tis_ratio_type: {_why_unknown(config, objective, tis_ratio_type)}")
+        raise ConfigError(f"{_why_unknown(config, objective, tis_ratio_type)}", key=f"{key}.tis_ratio_type")
     return params
 
 
@@ -102,9 +102,7 @@ def objective_of(config: Config) -> Objective:
     try:
         return objective_from_spec(spec, key=key)
     except (PluginError, ConfigError) as error:
-        if str(error).startswith(key):
-            raise
-        raise type(error)(f"{key}: {name!r}: {error}") from error
+        raise error if error.key == key else type(error)(f"{name!r}: {error}", key=key) from error
 
 
 def _why_refused(objective: Objective) -> str:
@@ -163,9 +161,10 @@ def needs_greedy_answers(config: Config) -> bool:
         chooses = f"dynamic_sampling.type={algorithm.dynamic_sampling.type}"
     if chooses is not None:
         raise ConfigError(
-            f"trainer.algorithm.{chooses.partition('=')[0]}: {chooses} drops groups of equal rewards, but "
-            f"advantage_estimator={algorithm.advantage_estimator} learns from such a group if the greedy answer has a "
-            "different reward; turn this key off, or choose an estimator that compares the samples, e.g. rloo"
+            f"{chooses} drops groups of equal rewards, but advantage_estimator={algorithm.advantage_estimator} learns "
+            "from such a group if the greedy answer has a different reward; turn this key off, or choose an estimator "
+            "that compares the samples, e.g. rloo",
+            key=f"trainer.algorithm.{chooses.partition('=')[0]}",
         )
     return True
 

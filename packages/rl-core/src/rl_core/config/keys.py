@@ -458,7 +458,7 @@ def _here(
         return _succeeded(path, given, entry)
     if table is TAKEN_AS:
         return _taken(path, f"{entry}{below}", given)
-    raise ConfigError(f"{path}: is not a key here; use {entry}{below} ({given.source})")
+    raise ConfigError(f"is not a key here; use {entry}{below} ({given.source})", key=path)
 
 
 def _asynchronous(path: str, given: Given, values: Mapping[str, Any]) -> list[tuple[str, Given]] | None:
@@ -479,7 +479,7 @@ def _without_effect(path: str, given: Given, unsupported: Unsupported) -> list[t
     values = unsupported.harmless
     if unsupported.is_harmless or any(type(given.value) is type(value) and given.value == value for value in values):
         return _dropped(path, given, unsupported.reason)
-    raise ConfigError(f"{path}: not supported by this version: {unsupported.reason} ({given.source})")
+    raise ConfigError(f"not supported by this version: {unsupported.reason} ({given.source})", key=path)
 
 
 def _succeeded(path: str, given: Given, successor: Successor) -> list[tuple[str, Given]]:

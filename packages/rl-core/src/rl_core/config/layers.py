@@ -89,7 +89,7 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
         node = loader.get_single_node()
         rest = "" if node is None else text[node.end_mark.index :].strip()
         if rest.startswith("#"):
-            raise ConfigError(f"{key}={text}: {rest!r} would be a comment; put text in quotes: '{key}=\"…\"'")
+            raise ConfigError(f"{rest!r} would be a comment; put text in quotes: '{key}=\"…\"'", key=key)
         if isinstance(node, yaml.MappingNode) and node.value:
             leaves = _leaves_of_node(loader, node, key, "", mistakes)
             return [(path, attrs.evolve(given, source=COMMAND_LINE)) for path, given in leaves]
@@ -97,7 +97,8 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
         value = (text.strip() or None) if node is None else loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{key}={text}: not valid YAML ({reason}); put text in quotes: '{key}=\"…\"'") from error
+        message = f"{text!r} is not valid YAML ({reason}); put text in quotes: '{key}=\"…\"'"
+        raise ConfigError(message, key=key) from error
     is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
     return [(key, Given(value, COMMAND_LINE, text.strip() if is_plain else None))]
 
@@ -114,7 +115,7 @@ def _leaves_of_node(
         is_empty = isinstance(value_node, yaml.ScalarNode) and value_node.style is None and not value_node.value
         if colon and key_node.style is None and is_empty:
             remedy = f"write {{{name_there}: {value_there}}}"
-            mistakes.add(ConfigError(f"{above or source}: {key_node.value!r} is a key without a value; {remedy}"))
+            mistakes.add(ConfigError(f"{key_node.value!r} is a key without a value; {remedy}", key=above or source))
             continue
         path = f"{above}.{key_node.value}" if above else key_node.value
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
@@ -128,7 +129,7 @@ def _leaves_of_mapping(
 ) -> Iterator[tuple[str, Given]]:
     for key, value in mapping.items():
         if not isinstance(key, str):
-            mistakes.add(ConfigError(f"{above or source}: a key must be text, not {key!r}"))
+            mistakes.add(ConfigError(f"a key must be text, not {key!r}", key=above or source))
             continue
         path = f"{above}.{key}" if above else key
         if isinstance(value, Mapping) and value:

@@ -96,15 +96,14 @@ def _built(cls: type[_T], values: Mapping[str, Any], path: str, mistakes: Mistak
     while True:
         try:
             return cls(**values)
-        except ConfigError as error:  # raised by a validator: the message begins with the field's name
-            mistakes.add(ConfigError(f"{path}.{error}"))
-            field = str(error).partition(":")[0]
-            if values.pop(field, LEFT_OUT) is LEFT_OUT:
+        except ConfigError as error:  # raised by a validator, for one field
+            mistakes.add(error.below(path))
+            if values.pop(error.key or "", LEFT_OUT) is LEFT_OUT:
                 return LEFT_OUT
             has_refused = True
         except (TypeError, ValueError) as error:  # a left-out value may have caused this error
             if not has_refused:
-                mistakes.add(ConfigError(f"{path}: {error}"))
+                mistakes.add(ConfigError(str(error), key=path))
             return LEFT_OUT
 
 
@@ -131,7 +130,9 @@ def _load(hint: Any, node: Any, path: str, plugins: PluginKeys, mistakes: Mistak
         return LEFT_OUT
     if not isinstance(node, Given):
         for key in node:
-            mistakes.add(ConfigError(f"{path}.{key}: {path} is a single value ({describe(hint)}), not a section"))
+            mistakes.add(
+                ConfigError(f"{path} is a single value ({describe(hint)}), not a section", key=f"{path}.{key}")
+            )
         return LEFT_OUT
     return _leaf(hint, node, path, mistakes)
 
@@ -223,13 +224,13 @@ def describe(hint: Any) -> str:
 
 def _wrong(given: Any, path: str, expected: str) -> ConfigError:
     if not isinstance(given, Given):
-        return ConfigError(f"{path}: got a section; expected {expected}")
+        return ConfigError(f"got a section; expected {expected}", key=path)
     shown = "null" if given.value is None else repr(given.value)
     kind = "" if given.value is None else f"{type(given.value).__name__}, "
     if isinstance(given.value, float) and math.isnan(given.value):
         expected = expected.replace("float", "a finite number")
     close = nearest(given.value, expected.split(" | ")) if isinstance(given.value, str) else ""
-    return ConfigError(f"{path}: got {shown} ({kind}{given.source}); expected {expected}.{close}")
+    return ConfigError(f"got {shown} ({kind}{given.source}); expected {expected}.{close}", key=path)
 
 
 def unknown_key(
@@ -253,7 +254,7 @@ def unknown_key(
     has = ", ".join(read) if len(read) <= _MOST_LISTED else f"{len(read)} keys; rl config RECIPE lists them"
     remedy = f"Did you mean {' or '.join(near)}?" if near else f"{section or 'The top level'} has {has}."
     place = next(_leaves(node)).source + (f", with {chosen}" if chosen else "")
-    return ConfigError(f"{path}: unknown key ({place}). {remedy}")
+    return ConfigError(f"unknown key ({place}). {remedy}", key=path)
 
 
 def _leaves(node: Any) -> Iterator[Given]:

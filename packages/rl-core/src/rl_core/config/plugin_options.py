@@ -63,7 +63,7 @@ def options_class(section: Section, name: str) -> type | None:
         return KEYS[section.group]
     cls = getattr(plugin, "options_class", None)
     if cls is not None:
-        _require_usable(cls, section, f"{key}: {name!r}")
+        _require_usable(cls, section, name, key)
     return cls
 
 
@@ -77,7 +77,7 @@ def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *,
     cls = options_class(section, plugin_name)
     if cls is None:
         if values:
-            raise ConfigError(f"{key}: got {', '.join(values)}, but {plugin_name!r} has no keys of its own")
+            raise ConfigError(f"got {', '.join(values)}, but {plugin_name!r} has no keys of its own", key=key)
         return None
     mistakes = Mistakes()
     given = nested(merge([mapping_layer(values, "code", mistakes)]))
@@ -86,30 +86,32 @@ def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *,
     return options
 
 
-def require_options_class(cls: Any, where: str) -> list[str]:
-    """The keys that a plug-in's options class declares.
+def require_options_class(cls: Any, name: str, key: str) -> list[str]:
+    """The keys that a plug-in's options class declares. `key`: the configuration key that names the plug-in.
 
     Raises:
         PluginError: `cls` is not an attrs class, its type hints cannot be resolved, or a field has no default.
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
-        raise PluginError(f"{where}: its options_class is {cls!r}; expected an attrs class")
+        raise PluginError(f"{name!r}: its options_class is {cls!r}; expected an attrs class", key=key)
     try:
         names = own_keys(cls)
     except NameError as error:
-        raise PluginError(f"{where}: the type hints of {cls.__name__} cannot be resolved: {error}") from error
+        message = f"{name!r}: the type hints of {cls.__name__} cannot be resolved: {error}"
+        raise PluginError(message, key=key) from error
     unset = [field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING]
     if unset:
-        raise PluginError(f"{where}: its option {unset[0]!r} has no default; give it one in {cls.__name__}")
+        raise PluginError(f"{name!r}: its option {unset[0]!r} has no default; give it one in {cls.__name__}", key=key)
     return list(names)
 
 
-def _require_usable(cls: Any, section: Section, where: str) -> None:
-    names = require_options_class(cls, where)
+def _require_usable(cls: Any, section: Section, plugin_name: str, key: str) -> None:
+    names = require_options_class(cls, plugin_name, key)
     taken = [name for name in names if name in hints(section.cls)]
     if taken:
         raise PluginError(
-            f"{where}: its option {taken[0]!r} is already a key of {section.path}; rename it in {cls.__name__}"
+            f"{plugin_name!r}: its option {taken[0]!r} is already a key of {section.path}; rename it in {cls.__name__}",
+            key=key,
         )
 
 

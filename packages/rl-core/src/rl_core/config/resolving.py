@@ -175,10 +175,12 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 
     def other(found: re.Match[str]) -> str:
         if found[1] not in known_paths(Config) and not _is_option(config, found[1]):
-            raise ConfigError(f"{key}: {found[0]} in {text!r} is not a key.{nearest(found[1], known_paths(Config))}")
+            raise ConfigError(f"{found[0]} in {text!r} is not a key.{nearest(found[1], known_paths(Config))}", key=key)
         value = value_at(config, found[1])
         if not isinstance(value, str | int | float) or "${" in str(value):
-            raise ConfigError(f"{key}: {found[0]} in {text!r} has the value {value!r}; expected plain text or a number")
+            raise ConfigError(
+                f"{found[0]} in {text!r} has the value {value!r}; expected plain text or a number", key=key
+            )
         return str(value)
 
     text = re.sub(r"\$\{([^}]*)\}", other, text)
@@ -198,7 +200,7 @@ def unresolved(config: Config) -> Config:
 def _load_backend(name: str) -> Backend:
     """Loads a backend. Raises PluginError if this fails or if the backend's options class is invalid."""
     backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
-    plugin_options.require_options_class(backend.options_class, f"trainer.strategy: {name!r}")
+    plugin_options.require_options_class(backend.options_class, name, "trainer.strategy")
     return backend
 
 

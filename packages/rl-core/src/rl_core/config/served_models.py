@@ -37,13 +37,15 @@ def asked_models(options: Mapping[str, Any]) -> dict[str, Path | None]:
         model = section.get("model")
         if not isinstance(model, str) or not model:
             raise ConfigError(
-                f"{place}.model: got {model!r} with url={_ENGINE}; set it to {_BASE} for the policy's model without "
-                "its adapter, or to the directory of another adapter"
+                f"got {model!r} with url={_ENGINE}; set it to {_BASE} for the policy's model without its adapter, or "
+                "to the directory of another adapter",
+                key=f"{place}.model",
             )
         if (variable := section.get("key_variable")) is not None:
             raise ConfigError(
-                f"{place}.key_variable: got {variable!r} with url={_ENGINE}, whose servers accept only the run's own "
-                "key; remove key_variable, or set url to the address of the server that the key is for"
+                f"got {variable!r} with url={_ENGINE}, whose servers accept only the run's own key; remove "
+                "key_variable, or set url to the address of the server that the key is for",
+                key=f"{place}.key_variable",
             )
         asked[place] = None if model == _BASE else Path(model)
     return asked
@@ -65,8 +67,9 @@ def serving_plugin(config: Config) -> ModelServing:
     if isinstance(plugin, ModelServing):
         return plugin
     raise ConfigError(
-        f"{next(iter(asked_models(config.environment.options)))}.url: got {_ENGINE}, but the engine {name!r} serves "
-        "only the policy; set generator.inference_engine.backend=vllm, or give the URL of another server"
+        f"got {_ENGINE}, but the engine {name!r} serves only the policy; set generator.inference_engine.backend=vllm, "
+        "or give the URL of another server",
+        key=f"{next(iter(asked_models(config.environment.options)))}.url",
     )
 
 
@@ -81,7 +84,9 @@ def require_servable_models(config: Config) -> None:
         try:
             plugin.require_servable(spec, adapter)
         except ConfigError as error:
-            raise ConfigError(f"{place}.model: got {str(adapter or _BASE)!r} with url={_ENGINE}: {error}") from error
+            raise ConfigError(
+                f"got {str(adapter or _BASE)!r} with url={_ENGINE}: {error}", key=f"{place}.model"
+            ) from error
     adapters = {place: adapter.absolute() for place, adapter in asked.items() if adapter is not None}
     num_adapters, max_loras = 1 + len(set(adapters.values())), spec.lora.max_loras
     if adapters and max_loras < num_adapters:

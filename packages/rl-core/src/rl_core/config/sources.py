@@ -163,7 +163,7 @@ def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
     if isinstance(strategy, str):
         return strategy
-    mistakes.add(ConfigError(f"trainer.strategy: got {strategy!r}; expected a backend's name"))
+    mistakes.add(ConfigError(f"got {strategy!r}; expected a backend's name", key="trainer.strategy"))
     del given["trainer.strategy"]
     return default
 

@@ -72,7 +72,7 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
     name, key = reference.inference_backend, "trainer.ref.inference_backend"
     plugin = plugins.load(_ENGINE.group, name, key=key)
     if is_of_contract_one(plugin):
-        raise ConfigError(f"{key}: {name!r} follows version 1 of the engine contract; a reference needs version 2")
+        raise ConfigError(f"{name!r} follows version 1 of the engine contract; a reference needs version 2", key=key)
     _, policy = engine_spec(config)
     spec = attrs.evolve(
         policy,
@@ -154,7 +154,7 @@ def _options(section: plugin_options.Section, config: Config) -> Any:
     cls = plugin_options.options_class(section, name)
     if cls is not None and not isinstance(options, cls):
         raise ConfigError(
-            f"{section.path}: the options of {section.field}={name} ({cls.__name__}) are missing; call "
-            "rl_core.config.resolve first"
+            f"the options of {section.field}={name} ({cls.__name__}) are missing; call rl_core.config.resolve first",
+            key=section.path,
         )
     return options

@@ -24,13 +24,13 @@ Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "prompt_token_
 def resolved(key: str, value: _T | None) -> _T:
     """Returns `value`. Raises a ConfigError that names the key if the value is None."""
     if value is None:
-        raise ConfigError(f"{key}: has no value; set it, or, in Python, call rl_core.config.resolve first")
+        raise ConfigError("has no value; set it, or, in Python, call rl_core.config.resolve first", key=key)
     return value
 
 
 def _section_options(sections: Mapping[str, Any], section: str) -> Any:
     if section not in sections:
-        raise ConfigError(f"{section}: not in this configuration; call rl_core.config.resolve, which adds the section")
+        raise ConfigError("not in this configuration; call rl_core.config.resolve, which adds the section", key=section)
     return sections[section]
 
 

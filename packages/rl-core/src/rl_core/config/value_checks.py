@@ -190,7 +190,7 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
     temperature = config.generator.sampling_params.temperature
     if not 0 <= temperature < math.inf:
         message = f"got {temperature}; expected a finite number, at least 0"
-        mistakes.add(ConfigError(f"generator.sampling_params.temperature: {message}"))
+        mistakes.add(ConfigError(f"{message}", key="generator.sampling_params.temperature"))
     if not mistakes.about("generator.sampling_params", "generator.eval_sampling_params"):
         mistakes.add(*_sampling(config))
 
@@ -208,20 +208,20 @@ def gather_out_of_bounds(
         value = value_at(config, key) if is_read(key) else None
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
             expected = f"between {low} and {high}" if low is not None and high is not None else f"at least {low}"
-            mistakes.add(ConfigError(f"{key}: got {value}; expected {expected}"))
+            mistakes.add(ConfigError(f"got {value}; expected {expected}", key=key))
     for key, largest in LARGEST.items():
         value = value_at(config, key) if is_read(key) else None
         if value is not None and value > largest:
-            mistakes.add(ConfigError(f"{key}: got {value}; expected at most {largest}"))
+            mistakes.add(ConfigError(f"got {value}; expected at most {largest}", key=key))
     for key in FINITE:
         if is_read(key) and value_at(config, key) == math.inf:
-            mistakes.add(ConfigError(f"{key}: got inf; expected a finite number"))
+            mistakes.add(ConfigError("got inf; expected a finite number", key=key))
     for key in ABOVE_ZERO:
         value = value_at(config, key) if is_read(key) else None
         if value is not None and not value > 0:
             remedy = " (at 0, all samples of a prompt would be the same; evaluation is greedy by default)"
             is_sampling = key == "generator.sampling_params.temperature"
-            mistakes.add(ConfigError(f"{key}: got {value}; expected above 0{remedy * is_sampling}"))
+            mistakes.add(ConfigError(f"got {value}; expected above 0{remedy * is_sampling}", key=key))
 
 
 def gather_directories(config: Config, mistakes: Mistakes) -> None:
@@ -229,14 +229,15 @@ def gather_directories(config: Config, mistakes: Mistakes) -> None:
     empty path would mean the current directory, and an empty name `runs` itself."""
     for key in ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path"):
         if value_at(config, key) == "":
-            mistakes.add(ConfigError(f"{key}: got an empty path; expected a directory (. is the current one)"))
+            mistakes.add(ConfigError("got an empty path; expected a directory (. is the current one)", key=key))
     name = config.trainer.run_name
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
         mistakes.add(
             ConfigError(
-                f"trainer.run_name: got {name!r}; expected a name that is not empty, does not begin with a dot "
-                "and contains neither a slash nor a NUL, e.g. trainer.run_name=first_try; to choose the "
-                "directory of the run, set trainer.run_dir"
+                f"got {name!r}; expected a name that is not empty, does not begin with a dot and contains neither a "
+                "slash nor a NUL, e.g. trainer.run_name=first_try; to choose the directory of the run, set "
+                "trainer.run_dir",
+                key="trainer.run_name",
             )
         )
 
@@ -246,28 +247,30 @@ def _optimizers(config: Config) -> Iterator[ConfigError]:
         for name in ("lr", "weight_decay", "eps"):
             value = value_at(config, f"{key}.{name}")
             if value == math.inf:
-                yield ConfigError(f"{key}.{name}: got {value}; expected a finite number")
+                yield ConfigError(f"got {value}; expected a finite number", key=f"{key}.{name}")
             elif name == "lr" and value > _LARGEST_RATE:
-                yield ConfigError(f"{key}.{name}: got {value:g}; expected at most {_LARGEST_RATE:g}, e.g. 1e-6")
+                yield ConfigError(f"got {value:g}; expected at most {_LARGEST_RATE:g}, e.g. 1e-6", key=f"{key}.{name}")
         betas = value_at(config, f"{key}.adam_betas")
         if not all(0 <= beta < 1 for beta in betas):
-            yield ConfigError(f"{key}.adam_betas: got {list(betas)}; expected two numbers from 0 to below 1")
+            yield ConfigError(f"got {list(betas)}; expected two numbers from 0 to below 1", key=f"{key}.adam_betas")
 
 
 def _sampling(config: Config) -> Iterator[ConfigError]:
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
         if top_p > 1:
-            yield ConfigError(f"{key}.top_p: got {top_p}; expected above 0 and at most 1 (1 takes all tokens)")
+            yield ConfigError(f"got {top_p}; expected above 0 and at most 1 (1 takes all tokens)", key=f"{key}.top_p")
         if top_k != -1 and top_k < 1:
-            yield ConfigError(f"{key}.top_k: got {top_k}; expected at least 1, or -1 for all tokens")
+            yield ConfigError(f"got {top_k}; expected at least 1, or -1 for all tokens", key=f"{key}.top_k")
     training, evaluation = config.generator.sampling_params.stop, config.generator.eval_sampling_params.stop
     named = {"generator.sampling_params.stop": training}
     if evaluation != training:  # otherwise derived from it
         named["generator.eval_sampling_params.stop"] = evaluation or ()
     for key, stop in named.items():
         if "" in stop:
-            yield ConfigError(f"{key}: got an empty text, with which every response ends at its first token; remove it")
+            yield ConfigError(
+                "got an empty text, with which every response ends at its first token; remove it", key=key
+            )
 
 
 def _lora(config: Config) -> Iterator[ConfigError]:
@@ -277,23 +280,27 @@ def _lora(config: Config) -> Iterator[ConfigError]:
     defaults = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):
         if getattr(critic, key) != getattr(defaults, key):
-            yield ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; remove this key")
+            yield ConfigError(
+                "a critic is not sent to the engines; remove this key", key=f"trainer.critic.model.lora.{key}"
+            )
     where = "trainer.policy.model.lora"
     if not policy.merge_lora and policy.rank == 0:
         yield ConfigError(
-            f"{where}.merge_lora: got false, but there is no adapter to send; set {where}.rank above 0, or "
-            "merge_lora=true"
+            f"got false, but there is no adapter to send; set {where}.rank above 0, or merge_lora=true",
+            key=f"{where}.merge_lora",
         )
     for key in ("max_loras", "max_cpu_loras"):
         if policy.merge_lora and getattr(policy, key) != getattr(defaults, key):
             yield ConfigError(
-                f"{where}.{key}: got {getattr(policy, key)}, but an engine with merged weights serves no "
-                f"adapters; remove this key, or set {where}.merge_lora=false"
+                f"got {getattr(policy, key)}, but an engine with merged weights serves no adapters; remove this key, "
+                f"or set {where}.merge_lora=false",
+                key=f"{where}.{key}",
             )
     if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
         yield ConfigError(
-            f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, the number of "
-            "adapters in one batch; set it to at least max_loras, or remove it"
+            f"{policy.max_cpu_loras} is less than max_loras={policy.max_loras}, the number of adapters in one batch; "
+            "set it to at least max_loras, or remove it",
+            key=f"{where}.max_cpu_loras",
         )
 
 
@@ -310,9 +317,10 @@ def reference_apart(config: Config) -> Iterator[ConfigError]:
     is_on_ranks = config.trainer.ref.inference_backend is None
     if placement.colocate_policy_ref and is_on_ranks and policy != reference:
         yield ConfigError(
-            "trainer.placement: colocate_policy_ref=true needs a reference with the policy's nodes × ranks per node; "
-            f"the policy has {policy[0]} × {policy[1]}, but ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
-            f"{reference[1]}. Remove both reference keys, or set colocate_policy_ref=false"
+            "colocate_policy_ref=true needs a reference with the policy's nodes × ranks per node; the policy has "
+            f"{policy[0]} × {policy[1]}, but ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × {reference[1]}. "
+            "Remove both reference keys, or set colocate_policy_ref=false",
+            key="trainer.placement",
         )
 
 
@@ -324,9 +332,9 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
     depth, bound = config.trainer.pipeline_depth, config.trainer.max_staleness
     if depth is not None and depth > bound:
         yield ConfigError(
-            f"trainer.pipeline_depth: {depth} steps ahead is more than trainer.max_staleness={bound} allows, so "
-            f"groups could become too old to be trained on; set it to at most {bound}, or set "
-            f"trainer.max_staleness={depth}"
+            f"{depth} steps ahead is more than trainer.max_staleness={bound} allows, so groups could become too old to "
+            f"be trained on; set it to at most {bound}, or set trainer.max_staleness={depth}",
+            key="trainer.pipeline_depth",
         )
 
 
@@ -335,9 +343,10 @@ def _token_budget(config: Config) -> Iterator[ConfigError]:
     response = config.generator.sampling_params.max_generate_length
     if budget != -1 and budget < prompt + response:
         yield ConfigError(
-            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
-            f"{prompt_key}={prompt} + generator.sampling_params.max_generate_length={response}; "
-            f"set it to at least {prompt + response}, or -1 to count sequences instead"
+            f"{budget} tokens cannot hold the longest sequence, {prompt_key}={prompt} + "
+            f"generator.sampling_params.max_generate_length={response}; set it to at least {prompt + response}, or -1 "
+            "to count sequences instead",
+            key="trainer.max_tokens_per_microbatch",
         )
 
 
@@ -354,12 +363,12 @@ def undivided_batch(config: Config, key: str) -> Iterator[ConfigError]:
     batch, mini = config.trainer.train_batch_size, value_at(config, key)
     if mini > batch:
         yield ConfigError(
-            f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; set it to at most {batch}"
+            f"{mini} prompts are more than trainer.train_batch_size={batch}; set it to at most {batch}", key=key
         )
     elif batch % mini:
         fitting = max(size for size in range(1, mini) if batch % size == 0)
         yield ConfigError(
-            f"{key}: {mini} does not divide trainer.train_batch_size={batch}; the next smaller divisor is {fitting}"
+            f"{mini} does not divide trainer.train_batch_size={batch}; the next smaller divisor is {fitting}", key=key
         )
 
 
@@ -377,8 +386,8 @@ def _groups(config: Config) -> Iterator[ConfigError]:
         needs = "trainer.algorithm.zero_variance_filter"
     if needs:
         yield ConfigError(
-            f"generator.n_samples_per_prompt: got 1; {needs} compares the samples of a prompt "
-            "and learns nothing from one; set it to at least 2"
+            f"got 1; {needs} compares the samples of a prompt and learns nothing from one; set it to at least 2",
+            key="generator.n_samples_per_prompt",
         )
 
 
@@ -386,19 +395,21 @@ def _kl(config: Config) -> Iterator[ConfigError]:
     algorithm = config.trainer.algorithm
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield ConfigError(
-            "trainer.algorithm: use_kl_loss and use_kl_in_reward are both true; "
-            "the KL is used either in the loss or in the reward; set one of them to false"
+            "use_kl_loss and use_kl_in_reward are both true; the KL is used either in the loss or in the reward; set "
+            "one of them to false",
+            key="trainer.algorithm",
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield ConfigError(
-            "trainer.algorithm.kl_ctrl.type: adaptive works only for the KL in the reward; set "
-            "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
+            "adaptive works only for the KL in the reward; set trainer.algorithm.use_kl_in_reward=true, or type=fixed",
+            key="trainer.algorithm.kl_ctrl.type",
         )
     estimator = algorithm.kl_estimator_type
     if algorithm.use_kl_in_reward and estimator.endswith(("+", "_unbiased")):
         yield ConfigError(
-            f"trainer.algorithm.kl_estimator_type: {estimator} can be used only in the loss, because the KL in the "
-            f"reward has no gradient; use {estimator.removesuffix('+').removesuffix('_unbiased')}"
+            f"{estimator} can be used only in the loss, because the KL in the reward has no gradient; use "
+            f"{estimator.removesuffix('+').removesuffix('_unbiased')}",
+            key="trainer.algorithm.kl_estimator_type",
         )
 
 
@@ -406,8 +417,9 @@ def _reduction(config: Config) -> Iterator[ConfigError]:
     algorithm = config.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (algorithm.max_seq_len or 0) > 0:
         yield ConfigError(
-            f"trainer.algorithm.max_seq_len: got {algorithm.max_seq_len}; loss_reduction=seq_mean_token_sum_norm "
-            "divides by it and needs a number above 0, e.g. the value of generator.sampling_params.max_generate_length"
+            f"got {algorithm.max_seq_len}; loss_reduction=seq_mean_token_sum_norm divides by it and needs a number "
+            "above 0, e.g. the value of generator.sampling_params.max_generate_length",
+            key="trainer.algorithm.max_seq_len",
         )
 
 
@@ -415,8 +427,8 @@ def _resume(config: Config) -> Iterator[ConfigError]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_path
     if (mode == "from_path") != (path is not None):
         yield ConfigError(
-            f"trainer.resume_path: got {path!r} with trainer.resume_mode={mode}; "
-            "set both a path and resume_mode=from_path, or neither"
+            f"got {path!r} with trainer.resume_mode={mode}; set both a path and resume_mode=from_path, or neither",
+            key="trainer.resume_path",
         )
 
 
@@ -424,8 +436,9 @@ def _kept_checkpoints(config: Config) -> Iterator[ConfigError]:
     kept = config.trainer.max_ckpts_to_keep
     if kept != -1 and kept < 1:
         yield ConfigError(
-            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all. To save none at "
-            "intervals, set trainer.ckpt_interval=-1"
+            f"got {kept}; expected at least 1, or -1 to keep all. To save none at intervals, set "
+            "trainer.ckpt_interval=-1",
+            key="trainer.max_ckpts_to_keep",
         )
 
 
@@ -433,12 +446,13 @@ def _reward_functions(config: Config) -> Iterator[ConfigError]:
     environment, key = config.environment, "environment.reward_functions"
     if environment.reward_functions and environment.env_class != "reward_functions":
         yield ConfigError(
-            f"{key}: both reward functions and environment.env_class={environment.env_class} are set, but only one of "
-            "them can score; set environment.env_class=null to use the functions, or remove the functions"
+            f"both reward functions and environment.env_class={environment.env_class} are set, but only one of them "
+            "can score; set environment.env_class=null to use the functions, or remove the functions",
+            key=key,
         )
     if environment.reward_weights and not environment.reward_functions:
         yield ConfigError(
-            f"environment.reward_weights: there are no functions to weight; set {key}, or remove the weights"
+            f"there are no functions to weight; set {key}, or remove the weights", key="environment.reward_weights"
         )
 
 

@@ -24,8 +24,8 @@ class Configurable(Protocol):
         """A frozen attrs class whose fields are the keys. Each field has a default, a type that YAML can represent, and
         below it a docstring that explains the key. No field may have the name of a core key.
 
-        The message of a validator's ConfigError begins with the field's name, as in the validators below. The loader
-        prepends the section.
+        The key of a validator's ConfigError is the field's name, as in the validators below. The loader puts the
+        section in front of it.
         """
         ...
 
@@ -50,6 +50,6 @@ def between(low: float, high: float) -> Validator:
 def _bound(holds: Callable[[Any], bool], expected: str) -> Validator:
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if value is not None and not holds(value):
-            raise ConfigError(f"{field.name}: got {value}; expected {expected}")
+            raise ConfigError(f"got {value}; expected {expected}", key=field.name)
 
     return require

@@ -118,7 +118,7 @@ class Environment(Protocol):
     @classmethod
     def require_options(cls, options: Mapping[str, Any]) -> None:
         """Raises ConfigError if no environment can be created with these options, for example because of a misspelt
-        name; the message begins with the key. Starts nothing; called before the run, even if no row exists yet. A `url`
+        name; the error has the key. Starts nothing; called before the run, even if no row exists yet. A `url`
         can still be `inference_engine`."""
 
     @classmethod

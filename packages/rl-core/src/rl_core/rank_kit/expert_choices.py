@@ -56,12 +56,12 @@ class ExpertChoices:
             if num_experts is None or top_k is None or layer is None:
                 continue
             if layer in blocks:
-                raise ConfigError(f"{where}: layer {layer} of {type(model).__name__} has more than one router")
+                raise ConfigError(f"layer {layer} of {type(model).__name__} has more than one router", key=where)
             blocks[layer] = _Block(num_experts, top_k)
             module.forward = partial(_run, blocks[layer], module.forward)
         if len({(block.num_experts, block.experts_per_token) for block in blocks.values()}) != 1:
             fault = "its layers differ in their numbers of experts" if blocks else "it has no routed experts"
-            raise ConfigError(f"{where}: {type(model).__name__} has no routes to follow or return: {fault}")
+            raise ConfigError(f"{type(model).__name__} has no routes to follow or return: {fault}", key=where)
         return cls(blocks, model.config.get_text_config().num_hidden_layers)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
     def follow(self, routes_CLK: Tensor | None, routed_C: Tensor | None) -> None:

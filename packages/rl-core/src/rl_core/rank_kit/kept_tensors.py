@@ -101,9 +101,9 @@ def kept_tensors(model: Any, unexpected: Collection[str], path: str, where: str)
         return KeptTensors(files={})
     if missing := sorted(unread - files.keys()):
         raise ConfigError(
-            f"{where}: {type(model).__name__} does not read {len(missing)} tensors of {path}, such as {missing[0]}, "
-            "and only tensors in safetensors files can be copied into the saved model: save the model again with "
-            "save_pretrained"
+            f"{type(model).__name__} does not read {len(missing)} tensors of {path}, such as {missing[0]}, and only "
+            "tensors in safetensors files can be copied into the saved model: save it again with save_pretrained",
+            key=where,
         )
     if is_part:
         require_same_names(model, files, path, where)
@@ -147,10 +147,11 @@ def require_same_names(model: Any, files: Collection[str], path: str, where: str
     tied = set(model.all_tied_weights_keys or ())
     if renamed := sorted(_own_names(model) - set(files) - tied):
         raise ConfigError(
-            f"{where}: {path} combines several models, and only its text model ({type(model).__name__}) would be "
-            f"trained and saved, under other names ({renamed[0]} is not in the checkpoint), so the saved model would "
-            "lack the rest; save the text model alone (AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)) and "
-            "train that"
+            f"{path} combines several models, and only its text model ({type(model).__name__}) would be trained and "
+            f"saved, under other names ({renamed[0]} is not in the checkpoint), so the saved model would lack the "
+            "rest; save the text model alone (AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)) and train "
+            "that",
+            key=where,
         )
 
 

@@ -17,10 +17,10 @@ def require_schedule(config: OptimizerConfig, total_steps: int | None, where: st
         where: the section's key, for the message.
     """
     if config.num_warmup_steps < 0:
-        raise ConfigError(f"{where}.num_warmup_steps: expected 0 or more, got {config.num_warmup_steps}")
+        raise ConfigError(f"expected 0 or more, got {config.num_warmup_steps}", key=f"{where}.num_warmup_steps")
     if config.scheduler != "constant_with_warmup" and total_steps is None:
         raise ConfigError(
-            f"{where}.scheduler: {config.scheduler!r} needs the length of the run; use constant_with_warmup"
+            f"{config.scheduler!r} needs the length of the run; use constant_with_warmup", key=f"{where}.scheduler"
         )
 
 

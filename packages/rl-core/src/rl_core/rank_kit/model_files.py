@@ -180,7 +180,9 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
     try:
         head = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{where}.model.path: {file} cannot be read ({error}); save the critic again") from error
+        raise ConfigError(
+            f"{file} cannot be read ({error}); save the critic again", key=f"{where}.model.path"
+        ) from error
     for name in sorted(expected.keys() | head.keys()):
         found, wanted = (
             f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"
@@ -188,7 +190,8 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
         )
         if found != wanted:
             raise ConfigError(
-                f"{where}.model.path: {name} in {file}: got {found}; expected {wanted}, as in this model. Save the "
-                "critic again, or remove the file to start with a new head"
+                f"{name} in {file}: got {found}; expected {wanted}, as in this model. Save the critic again, or remove "
+                "the file to start with a new head",
+                key=f"{where}.model.path",
             )
     return head

@@ -85,8 +85,9 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
     differences = _compare_in_process(backend, spec, fields, where)
     if (complaint := differences.complaint()) is not None:
         raise ConfigError(
-            f"{where}: {backend.name} does not compute {spec.model.path} ({fields.get('model_type')}) as transformers "
-            f"does: {complaint}. {REMEDY}"
+            f"{backend.name} does not compute {spec.model.path} ({fields.get('model_type')}) as transformers does: "
+            f"{complaint}. {REMEDY}",
+            key=where,
         )
     _proved_here.add(file)
     _note(file)
@@ -128,7 +129,7 @@ def config_at_hand(path: str, where: str) -> Any:
         with quiet():
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' field checks may raise anything
-        raise ConfigError(f"{where}: transformers cannot read the configuration of {path}: {error}") from error
+        raise ConfigError(f"transformers cannot read the configuration of {path}: {error}", key=where) from error
 
 
 @contextlib.contextmanager
@@ -219,7 +220,7 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
             exit_code, error_output = run_interpreter(job_file, result_file)
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
-                f"{where}: running a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}"
+                f"running a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}", key=where
             ) from error
         if not result_file.is_file():
             last = error_output.strip().splitlines()[-8:]
@@ -231,7 +232,7 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
     if "error" in result:
         error = result["error"].removeprefix(f"{where}: ").rstrip(".")
         copied = f"{spec.model.path} ({config.get('model_type')})"
-        raise ConfigError(f"{where}: {backend.name} cannot run a small copy of {copied}: {error}. {REMEDY}")
+        raise ConfigError(f"{backend.name} cannot run a small copy of {copied}: {error}. {REMEDY}", key=where)
     return Differences(**result["differences"])
 
 

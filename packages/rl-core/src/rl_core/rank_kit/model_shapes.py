@@ -170,7 +170,7 @@ def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
         for name in _SIZES:
             if not isinstance(config[name], int):
                 raise ConfigError(
-                    f"{where}: its config.json has {name}={config[name]!r:.80}; expected one number for all layers"
+                    f"its config.json has {name}={config[name]!r:.80}; expected one number for all layers", key=where
                 )
         heads = config["num_attention_heads"]
         return ModelShape(
@@ -190,7 +190,7 @@ def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
         )
     except KeyError as error:
         raise ConfigError(
-            f"{where}: its config.json has no {error}; expected the sizes of a transformer, named as in Llama's"
+            f"its config.json has no {error}; expected the sizes of a transformer, named as in Llama's", key=where
         ) from error
 
 

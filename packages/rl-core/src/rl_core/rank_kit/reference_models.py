@@ -68,7 +68,8 @@ def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
             if size > _MOST_PARAMETERS:
                 raise ConfigError(
-                    f"{where}: a small copy of the model has {size:,} parameters; expected at most {_MOST_PARAMETERS:,}"
+                    f"a small copy of the model has {size:,} parameters; expected at most {_MOST_PARAMETERS:,}",
+                    key=where,
                 )
             # Computes experts one by one, because a grouped product needs sizes that are multiples of 16 bytes.
             plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -76,7 +77,7 @@ def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any
         except ConfigError:
             raise
         except Exception as error:  # a model's own code may raise anything
-            raise ConfigError(f"{where}: transformers cannot build a small copy of the model: {error}") from error
+            raise ConfigError(f"transformers cannot build a small copy of the model: {error}", key=where) from error
         _fill(model)
     return model
 

@@ -53,15 +53,16 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
     if shape is None:
         if arrived:
             raise ConfigError(
-                f"{key}: the batch has {' and '.join(arrived)}, but router replay is off; set {key}=true, or "
-                "generator.inference_engine.enable_return_routed_experts=false"
+                f"the batch has {' and '.join(arrived)}, but router replay is off; set {key}=true, or "
+                "generator.inference_engine.enable_return_routed_experts=false",
+                key=key,
             )
         return
     if len(arrived) < 2:
         raise ConfigError(
-            f"{key}: router replay is on, but the batch has {arrived[0] if arrived else 'no routes'}; expected "
-            "routed_experts and routed. Set generator.inference_engine.enable_return_routed_experts=true, or "
-            f"{key}=false"
+            f"router replay is on, but the batch has {arrived[0] if arrived else 'no routes'}; expected routed_experts "
+            f"and routed. Set generator.inference_engine.enable_return_routed_experts=true, or {key}=false",
+            key=key,
         )
     _require_fitting(batch, shape)
 

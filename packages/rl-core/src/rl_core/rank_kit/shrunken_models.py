@@ -60,13 +60,13 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if any(isinstance(config.get(name), Mapping) for name in ("text_config", "vision_config", "encoder", "decoder")):
         raise ConfigError(
-            f"{where}: {config.get('model_type')} combines several models; expected a plain language model"
+            f"{config.get('model_type')} combines several models; expected a plain language model", key=where
         )
     missing = [
         n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not config.get(n)
     ]
     if missing:
-        raise ConfigError(f"{where}: its configuration has no {missing[0]}; expected sizes, named as in Llama's")
+        raise ConfigError(f"its configuration has no {missing[0]}; expected sizes, named as in Llama's", key=where)
     small = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     small |= {name: min(most, size) for name, most in _SIZES.items() if isinstance(size := config.get(name), int)}
     small |= {name: min(most, size) for name, most in _WINDOWS.items() if isinstance(size := config.get(name), int)}

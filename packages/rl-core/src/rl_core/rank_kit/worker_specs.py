@@ -19,7 +19,7 @@ def require_model_path(spec: WorkerSpec) -> str:
     """Returns the model's directory or name. Raises ConfigError if the spec has none."""
     if spec.model.path is None:
         raise ConfigError(
-            f"{SECTIONS[spec.role]}.model.path: got no model; expected a Hugging Face model directory or name"
+            "got no model; expected a Hugging Face model directory or name", key=f"{SECTIONS[spec.role]}.model.path"
         )
     return spec.model.path
 
@@ -30,7 +30,9 @@ def require_training_settings(spec: WorkerSpec) -> None:
     if spec.model.lora.rank > 0:
         _require_lora(spec.model.lora, f"{section}.model.lora")
     if spec.logprobs_chunk_size < 1:
-        raise ConfigError(f"trainer.logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
+        raise ConfigError(
+            f"expected at least 1 token, got {spec.logprobs_chunk_size}", key="trainer.logprobs_chunk_size"
+        )
     if spec.optimizer is not None:
         require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
 
@@ -38,16 +40,18 @@ def require_training_settings(spec: WorkerSpec) -> None:
 def _require_lora(lora: LoraConfig, where: str) -> None:
     if lora.dropout > 0:
         raise ConfigError(
-            f"{where}.dropout: got {lora.dropout}; log-probs would differ from the engine's, and "
-            "results would depend on how the batch is split: set it to 0"
+            f"got {lora.dropout}; log-probs would differ from the engine's, and results would depend on how the batch "
+            "is split: set it to 0",
+            key=f"{where}.dropout",
         )
     if lora.init_method not in LORA_INIT_METHODS:
         raise ConfigError(
-            f"{where}.init_method: got {lora.init_method!r}; expected {' or '.join(LORA_INIT_METHODS)}, which "
-            "leave the model's own weights unchanged"
+            f"got {lora.init_method!r}; expected {' or '.join(LORA_INIT_METHODS)}, which leave the model's own weights "
+            "unchanged",
+            key=f"{where}.init_method",
         )
     if lora.alpha <= 0:
-        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}; with 0, adapters have no effect")
+        raise ConfigError(f"expected above 0, got {lora.alpha}; with 0, adapters have no effect", key=f"{where}.alpha")
 
 
 def require_optimizer(optimizer: T | None, spec: WorkerSpec, call: str) -> T:

@@ -147,8 +147,9 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise PluginError(
-                f"trainer.logger: Weights & Biases did not start the run ({error}); repair the login or the network, "
-                "set WANDB_MODE=offline, or remove wandb from trainer.logger"
+                f"Weights & Biases did not start the run ({error}); repair the login or the network, set "
+                "WANDB_MODE=offline, or remove wandb from trainer.logger",
+                key="trainer.logger",
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -160,6 +161,7 @@ class WandbTracker:
 
 def _missing(package: str, error: ImportError) -> PluginError:
     return PluginError(
-        f"trainer.logger: the {package!r} tracker needs the package {package}, which cannot be imported ({error}). "
-        f"Install it with: pip install {package}"
+        f"the {package!r} tracker needs the package {package}, which cannot be imported ({error}). Install it with: "
+        f"pip install {package}",
+        key="trainer.logger",
     )

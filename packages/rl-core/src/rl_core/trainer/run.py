@@ -411,8 +411,9 @@ async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
-                f"trainer.policy.model.lora.merge_lora: got false, but the engine {engine.name!r} takes whole "
-                "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
+                f"got false, but the engine {engine.name!r} takes whole weights only; set it to true, or choose "
+                "generator.inference_engine.backend=vllm",
+                key="trainer.policy.model.lora.merge_lora",
             )
         yield client
     finally:
@@ -451,8 +452,9 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
             stack.push_async_callback(_closed, group.close, f"the {role} model")
             if config.trainer.async_save and role != "reference" and not group.can_save_in_background:
                 raise ConfigError(
-                    f"trainer.async_save: trainer.strategy={config.trainer.strategy} cannot save in the background; "
-                    "set trainer.async_save=false"
+                    f"trainer.strategy={config.trainer.strategy} cannot save in the background; set "
+                    "trainer.async_save=false",
+                    key="trainer.async_save",
                 )
             return group
 
@@ -476,8 +478,9 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
         scoring = client if isinstance(client, Scoring) else None
         if scoring is None:
             raise ConfigError(
-                f"trainer.ref.inference_backend: got {engine.name!r}, whose engines cannot score tokens; choose one "
-                "that can, or leave the key out, so that ranks compute the reference's log-probs"
+                f"got {engine.name!r}, whose engines cannot score tokens; choose one that can, or leave the key out, "
+                "so that ranks compute the reference's log-probs",
+                key="trainer.ref.inference_backend",
             )
         yield ServedReference(scoring, timeout_s=config.trainer.worker_timeout_s)
     finally:

@@ -84,7 +84,7 @@ def format_of_name(name: str, key: str = "environment.options.call_format") -> C
     """Returns the format that is called `name`. Raises ConfigError, which names the key, for an unknown name."""
     known = {**_FORMATS, MARKED.name: MARKED}
     if not isinstance(name, str) or name not in known:
-        raise ConfigError(f"{key}: got {name!r}; expected one of {', '.join(known)}")
+        raise ConfigError(f"got {name!r}; expected one of {', '.join(known)}", key=key)
     return known[name]
 
 

@@ -164,8 +164,7 @@ def _loadable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
     refused = [_plain(str(error)) for error in mistakes.errors]
     found = {key: given.value for key, given in kept.items()}
     for error in _mistakes_in(found):
-        key = str(error).partition(":")[0]
-        mistaken = [name for name in found if f"{name}.".startswith(f"{key}.")]
+        mistaken = [name for name in found if f"{name}.".startswith(f"{error.key}.")]
         for name in mistaken:
             del found[name]
         if mistaken:

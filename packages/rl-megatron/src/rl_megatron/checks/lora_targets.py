@@ -45,12 +45,12 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
         for name in given:
             if name not in _PARTS:
                 raise ConfigError(
-                    f"{section}.model.lora.{key}: got {name!r}; expected layers that can have adapters here: "
-                    f"{', '.join(_PARTS)}"
+                    f"got {name!r}; expected layers that can have adapters here: {', '.join(_PARTS)}",
+                    key=f"{section}.model.lora.{key}",
                 )
     wanted = [name for name in names if name not in excluded]
     if not wanted:
-        raise ConfigError(f"{section}.model.lora.target_modules: no layer is left; name at least one")
+        raise ConfigError("no layer is left; name at least one", key=f"{section}.model.lora.target_modules")
     return wanted
 
 
@@ -61,8 +61,9 @@ def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
     for parts, fused in _FUSED.items():
         if 0 < len(parts & set(wanted)) < len(parts):
             raise ConfigError(
-                f"{section}.model.lora.target_modules: {', '.join(sorted(parts))} are one matrix here ({fused}), and "
-                "Megatron-Bridge 0.3.1 adapts all parts of a matrix or none; name all of them, or none"
+                f"{', '.join(sorted(parts))} are one matrix here ({fused}), and Megatron-Bridge 0.3.1 adapts all parts "
+                "of a matrix or none; name all of them, or none",
+                key=f"{section}.model.lora.target_modules",
             )
     if lora_type == "canonical_lora":
         return [_PARTS[name] for name in wanted]

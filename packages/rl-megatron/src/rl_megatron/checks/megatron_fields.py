@@ -31,7 +31,7 @@ def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> N
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{where}.{name}: Megatron-Core's {class_name} has no such field.{nearest(name, sorted(known))}"
+                f"Megatron-Core's {class_name} has no such field.{nearest(name, sorted(known))}", key=f"{where}.{name}"
             )
 
 
@@ -48,8 +48,8 @@ def require_bridge() -> None:
     """Raises ConfigError unless Megatron-Bridge is installed; imports nothing."""
     if _root_of("bridge") is None:
         raise ConfigError(
-            "trainer.strategy: megatron needs Megatron-Bridge to read Hugging Face models: "
-            "pip install --no-deps megatron-bridge==0.3.1"
+            "megatron needs Megatron-Bridge to read Hugging Face models: pip install --no-deps megatron-bridge==0.3.1",
+            key="trainer.strategy",
         )
 
 

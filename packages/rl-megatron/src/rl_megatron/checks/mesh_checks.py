@@ -23,9 +23,9 @@ def refuse_mesh(setup: Setup) -> None:
     """Raises ConfigError if the parallel sizes do not fit each other, the model or the number of ranks. If some mesh
     works, the message ends with the nearest one."""
     if (complaint := _sizes_are_positive(setup)) is not None:
-        raise ConfigError(complaint)
+        raise complaint
     if (complaint := first_complaint(_MESH_CHECKS, setup)) is not None:
-        raise ConfigError(f"{complaint}. {_nearest_mesh(setup)}")
+        raise ConfigError(f"{complaint.text}. {_nearest_mesh(setup)}", key=complaint.key)
 
 
 def _nearest_mesh(setup: Setup) -> str:
@@ -74,32 +74,34 @@ def _distance(setup: Setup, candidate: Setup, names: list[str]) -> tuple[float, 
     return steps, gives_counts_up, candidate.mesh().data
 
 
-def _sizes_are_positive(setup: Setup) -> str | None:
+def _sizes_are_positive(setup: Setup) -> ConfigError | None:
     for name in SIZES:
         value = setup.fields.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            return f"{setup.key(name)}: got {value!r}; expected a whole number of at least 1"
+            return ConfigError(f"got {value!r}; expected a whole number of at least 1", key=setup.key(name))
     return None
 
 
-def _ranks_divide(setup: Setup) -> str | None:
+def _ranks_divide(setup: Setup) -> ConfigError | None:
     for names in _PRODUCTS:
         sizes = {name: setup.size(name) for name in names if setup.size(name) > 1}
         if setup.world_size % math.prod(sizes.values()):
             product = " × ".join(f"{name} {size}" for name, size in sizes.items())
             total = f" = {math.prod(sizes.values())}" if len(sizes) > 1 else ""
-            return f"{setup.where}: {product}{total} does not divide the {setup.world_size} ranks"
+            return ConfigError(f"{product}{total} does not divide the {setup.world_size} ranks", key=setup.where)
     return None
 
 
-def _virtual_stages_have_stages(setup: Setup) -> str | None:
+def _virtual_stages_have_stages(setup: Setup) -> ConfigError | None:
     virtual, stages = "virtual_pipeline_model_parallel_size", setup.size("pipeline_model_parallel_size")
     if setup.size(virtual) > 1 and stages == 1:
-        return f"{setup.key(virtual)}: {setup.size(virtual)} model chunks per stage need more than one pipeline stage"
+        return ConfigError(
+            f"{setup.size(virtual)} model chunks per stage need more than one pipeline stage", key=setup.key(virtual)
+        )
     return None
 
 
-def _layers_split(setup: Setup) -> str | None:
+def _layers_split(setup: Setup) -> ConfigError | None:
     if setup.shape is None:
         return None
     num_layers, stages = setup.shape.num_layers, setup.size("pipeline_model_parallel_size")
@@ -107,18 +109,19 @@ def _layers_split(setup: Setup) -> str | None:
         chunks = setup.chunks(num_layers)
     except ConfigError as error:
         said = str(error).replace("num_first", _END_COUNTS[0]).replace("num_last", _END_COUNTS[1]).rstrip(".")
-        return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {said}"
+        return ConfigError(f"the model's {num_layers} layers: {said}", key=setup.key("pipeline_model_parallel_size"))
     counts_ends = any(setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     for index, chunk in enumerate(chunks):
         if chunk.num_layers == 0 and not (counts_ends and index in (0, len(chunks) - 1)):
-            return (
-                f"{setup.key('pipeline_model_parallel_size')}: {num_layers} layers on {stages} stages × "
-                f"{setup.size('virtual_pipeline_model_parallel_size')} chunks leave chunk {index} without a layer"
+            return ConfigError(
+                f"{num_layers} layers on {stages} stages × {setup.size('virtual_pipeline_model_parallel_size')} chunks "
+                f"leave chunk {index} without a layer",
+                key=setup.key("pipeline_model_parallel_size"),
             )
     return None
 
 
-def _tensor_ranks_divide(setup: Setup) -> str | None:
+def _tensor_ranks_divide(setup: Setup) -> ConfigError | None:
     if setup.shape is None:
         return None
     shape, tensor = setup.shape, setup.size("tensor_model_parallel_size")
@@ -132,7 +135,7 @@ def _tensor_ranks_divide(setup: Setup) -> str | None:
     return _indivisible(setup, "tensor_model_parallel_size", tensor, sizes)
 
 
-def _expert_ranks_divide(setup: Setup) -> str | None:
+def _expert_ranks_divide(setup: Setup) -> ConfigError | None:
     if setup.shape is None or not setup.shape.is_moe:
         return None
     shape, tensor = setup.shape, setup.size("expert_tensor_parallel_size")
@@ -143,44 +146,45 @@ def _expert_ranks_divide(setup: Setup) -> str | None:
     )
 
 
-def _indivisible(setup: Setup, name: str, size: int, sizes: Mapping[str, int]) -> str | None:
+def _indivisible(setup: Setup, name: str, size: int, sizes: Mapping[str, int]) -> ConfigError | None:
     for what, count in sizes.items():
         if count % size:
-            return f"{setup.key(name)}: {size} does not divide the model's {count} {what}"
+            return ConfigError(f"{size} does not divide the model's {count} {what}", key=setup.key(name))
     return None
 
 
-def _experts_are_there(setup: Setup) -> str | None:
+def _experts_are_there(setup: Setup) -> ConfigError | None:
     name = "expert_model_parallel_size"
     if setup.shape is not None and not setup.shape.is_moe and setup.size(name) > 1:
-        return f"{setup.key(name)}: got {setup.size(name)}, but the model has no experts"
+        return ConfigError(f"got {setup.size(name)}, but the model has no experts", key=setup.key(name))
     return None
 
 
-def _expert_gradients_are_summed(setup: Setup) -> str | None:
+def _expert_gradients_are_summed(setup: Setup) -> ConfigError | None:
     """Refuses sizes with which megatron-core 0.16.1 (tensor_parallel/layers.py:829) sums experts' gradients wrongly.
     With `expert_model_parallel_size=1`, they are summed over the ranks that sum the gradients of dense layers. These
     are the wrong ranks if experts and dense layers are split differently; the error is as large as the gradient."""
     expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
     has_experts = setup.shape is None or setup.shape.is_moe
     if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
-        return (
-            f"{setup.key('expert_tensor_parallel_size')}: {expert_tensor} with tensor_model_parallel_size={tensor} and "
-            "expert_model_parallel_size=1: Megatron-Core 0.16.1 then sums the experts' gradients over the wrong ranks. "
-            "Leave it out, or split the experts (expert_model_parallel_size of 2 or more)"
+        return ConfigError(
+            f"{expert_tensor} with tensor_model_parallel_size={tensor} and expert_model_parallel_size=1: Megatron-Core "
+            "0.16.1 then sums the experts' gradients over the wrong ranks. Leave it out, or split the experts "
+            "(expert_model_parallel_size of 2 or more)",
+            key=setup.key("expert_tensor_parallel_size"),
         )
     return None
 
 
-def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
+def _two_stages_have_no_counts_with_chunks(setup: Setup) -> ConfigError | None:
     """Refuses layer counts for both stages of a two-stage pipeline with virtual stages. In megatron-core 0.16.1,
     `get_transformer_layer_offset` then divides by the number of stages without a count, which is 0."""
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and setup.is_interleaved:
-        return (
-            f"{setup.key(_END_COUNTS[0])}: Megatron-Core 0.16.1 splits the layers wrongly with two stages, counts for "
-            "both of them and virtual stages: set only one of the counts, or leave "
-            "virtual_pipeline_model_parallel_size out"
+        return ConfigError(
+            "Megatron-Core 0.16.1 splits the layers wrongly with two stages, counts for both of them and virtual "
+            "stages: set only one of the counts, or leave virtual_pipeline_model_parallel_size out",
+            key=setup.key(_END_COUNTS[0]),
         )
     return None
 

@@ -85,12 +85,12 @@ class Setup:
         )
 
 
-Check = Callable[[Setup], "str | None"]
-"""Returns `key: what is wrong`, or None."""
+Check = Callable[[Setup], "ConfigError | None"]
+"""Returns what is wrong, or None."""
 
 
-def first_complaint(checks: Sequence[Check], setup: Setup) -> str | None:
-    """Returns the message of the first check that fails; None if all pass."""
+def first_complaint(checks: Sequence[Check], setup: Setup) -> ConfigError | None:
+    """Returns the error of the first check that fails; None if all pass."""
     return next((complaint for check in checks if (complaint := check(setup)) is not None), None)
 
 
@@ -111,9 +111,10 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
     where = f"{section}.megatron_config"
     if spec.gradient_checkpointing == "selective":
         raise ConfigError(
-            f"trainer.gradient_checkpointing=selective: Megatron has its own keys for what is recomputed; set "
+            "selective, but Megatron has its own keys for what is recomputed; set "
             f"{where}.transformer_config_kwargs.recompute_granularity=selective and recompute_modules, with "
-            "trainer.gradient_checkpointing=false"
+            "trainer.gradient_checkpointing=false",
+            key="trainer.gradient_checkpointing",
         )
     if model is None:
         model = taken_config(spec.model.path, f"{section}.model.path")

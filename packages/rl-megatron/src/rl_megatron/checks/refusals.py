@@ -1,7 +1,7 @@
 """Refuses what Megatron-Core 0.16.1 or this package cannot run or computes wrongly, if possible before any process
 starts.
 
-Every check is a function of the resolved values, whichever section set them, and returns an error message or None.
+Every check is a function of the resolved values, whichever section set them, and returns an error or None.
 The checks of parallel sizes are in `mesh_checks`. Imports no torch.
 """
 
@@ -27,7 +27,7 @@ def refuse_setup(setup: Setup) -> None:
     """Like `refuse`, for a setup that was already built."""
     refuse_mesh(setup)
     if (complaint := first_complaint(_CHECKS, setup)) is not None:
-        raise ConfigError(complaint)
+        raise complaint
 
 
 _NO_CUDA_GRAPHS = "a graph is captured for one shape, and micro-batches have different lengths"
@@ -112,91 +112,101 @@ GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
 """Module of Apex with the kernel that adds a weight's gradient to its main gradient."""
 
 
-def _fixed_fields(setup: Setup) -> str | None:
+def _fixed_fields(setup: Setup) -> ConfigError | None:
     for name, (right, reason) in FIXED_FIELDS.items():
         value = setup.fields.get(name, right)
         if value is not None and value != right:
-            return f"{setup.key(name)}: got {value!r}, only {right!r} can be used: {reason}. Leave it out"
-    return None
-
-
-def _attention_backend(setup: Setup) -> str | None:
-    name = "attention_backend"
-    value = setup.fields.get(name) or "auto"
-    if value not in ATTENTION_BACKENDS:
-        return f"{setup.key(name)}: got {value!r}; expected one of {', '.join(ATTENTION_BACKENDS)}"
-    if value != "auto" and find_spec("transformer_engine") is None:
-        return (
-            f"{setup.key(name)}: chooses among kernels of Transformer Engine, which is not installed here "
-            "(docs/install_gpu.md); leave it out"
-        )
-    return None
-
-
-def _recomputation(setup: Setup) -> str | None:
-    name = "recompute_granularity"
-    if not setup.recomputes or setup.fields.get(name) != "selective":
-        return None
-    return (
-        f"{setup.key(name)}: selective, but trainer.gradient_checkpointing=true recomputes whole layers; set "
-        "trainer.gradient_checkpointing=false"
-    )
-
-
-def _fields_set_elsewhere(setup: Setup) -> str | None:
-    for name in sorted(setup.passed):
-        if name in _OF_THE_MODEL:
-            return f"{setup.key(name)}: the model's configuration sets it; leave it out, or choose another model"
-        if name in _OF_THE_TRAINER:
-            return f"{setup.key(name)}: leave it out and set {_OF_THE_TRAINER[name]}"
-        if name == "variable_seq_lengths":
-            return f"{setup.key(name)}: the numbers of stages and chunks determine it; leave it out"
-    return None
-
-
-def _transformer_engine(setup: Setup) -> str | None:
-    for name in _TRANSFORMER_ENGINE_FIELDS:
-        if setup.fields.get(name) and find_spec("transformer_engine") is None:
-            return (
-                f"{setup.key(name)}: can be used only with Transformer Engine, which is not installed here "
-                "(docs/install_gpu.md); leave it out"
+            return ConfigError(
+                f"got {value!r}, only {right!r} can be used: {reason}. Leave it out", key=setup.key(name)
             )
     return None
 
 
-def _fused_gradients(setup: Setup) -> str | None:
+def _attention_backend(setup: Setup) -> ConfigError | None:
+    name = "attention_backend"
+    value = setup.fields.get(name) or "auto"
+    if value not in ATTENTION_BACKENDS:
+        return ConfigError(f"got {value!r}; expected one of {', '.join(ATTENTION_BACKENDS)}", key=setup.key(name))
+    if value != "auto" and find_spec("transformer_engine") is None:
+        return ConfigError(
+            "chooses among kernels of Transformer Engine, which is not installed here (docs/install_gpu.md); leave it "
+            "out",
+            key=setup.key(name),
+        )
+    return None
+
+
+def _recomputation(setup: Setup) -> ConfigError | None:
+    name = "recompute_granularity"
+    if not setup.recomputes or setup.fields.get(name) != "selective":
+        return None
+    return ConfigError(
+        "selective, but trainer.gradient_checkpointing=true recomputes whole layers; set "
+        "trainer.gradient_checkpointing=false",
+        key=setup.key(name),
+    )
+
+
+def _fields_set_elsewhere(setup: Setup) -> ConfigError | None:
+    for name in sorted(setup.passed):
+        if name in _OF_THE_MODEL:
+            return ConfigError(
+                "the model's configuration sets it; leave it out, or choose another model", key=setup.key(name)
+            )
+        if name in _OF_THE_TRAINER:
+            return ConfigError(f"leave it out and set {_OF_THE_TRAINER[name]}", key=setup.key(name))
+        if name == "variable_seq_lengths":
+            return ConfigError("the numbers of stages and chunks determine it; leave it out", key=setup.key(name))
+    return None
+
+
+def _transformer_engine(setup: Setup) -> ConfigError | None:
+    for name in _TRANSFORMER_ENGINE_FIELDS:
+        if setup.fields.get(name) and find_spec("transformer_engine") is None:
+            return ConfigError(
+                "can be used only with Transformer Engine, which is not installed here (docs/install_gpu.md); leave it "
+                "out",
+                key=setup.key(name),
+            )
+    return None
+
+
+def _fused_gradients(setup: Setup) -> ConfigError | None:
     """Refuses fused gradient accumulation without Apex's kernel. Even with Transformer Engine, the output layer is
     Megatron's own, which accumulates gradients with a kernel of Apex."""
     name = "gradient_accumulation_fusion"
     if setup.fields.get(name) and find_spec(GRADIENT_KERNEL) is None:
-        return f"{setup.key(name)}: needs Apex's kernel {GRADIENT_KERNEL}, which is not installed here; leave it out"
+        return ConfigError(
+            f"needs Apex's kernel {GRADIENT_KERNEL}, which is not installed here; leave it out", key=setup.key(name)
+        )
     return None
 
 
-def _sequence_parallelism(setup: Setup) -> str | None:
+def _sequence_parallelism(setup: Setup) -> ConfigError | None:
     name, tensor = "sequence_parallel", setup.size("tensor_model_parallel_size")
     value = setup.fields.get(name)
     if value is False and tensor > 1:
-        return (
-            f"{setup.key(name)}: false with tensor_model_parallel_size={tensor}: Megatron-Core 0.16.1 then sums the "
-            "gradients of some norms twice (latent attention) and refuses experts. Leave it out: it is on with "
-            "tensor parallelism"
+        return ConfigError(
+            f"false with tensor_model_parallel_size={tensor}: Megatron-Core 0.16.1 then sums the gradients of some "
+            "norms twice (latent attention) and refuses experts. Leave it out: it is on with tensor parallelism",
+            key=setup.key(name),
         )
     if value is True and tensor == 1:
-        return f"{setup.key(name)}: true needs tensor_model_parallel_size above 1, got 1. Leave it out"
+        return ConfigError("true needs tensor_model_parallel_size above 1, got 1. Leave it out", key=setup.key(name))
     return None
 
 
-def _interleaved_sends(setup: Setup) -> str | None:
+def _interleaved_sends(setup: Setup) -> ConfigError | None:
     """Refuses sends that two interleaved stages would mix up. With two stages, the previous and the next stage are the
     same rank, and batched sends to that rank may arrive in the wrong order."""
     if not setup.is_interleaved or setup.size("pipeline_model_parallel_size") != 2:
         return None
     for name, right in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
         if setup.fields.get(name, right) is not right:
-            return (
-                f"{setup.key(name)}: {setup.fields[name]!r} with two pipeline stages and virtual stages mixes up what "
-                f"the stages send to each other (gradients are wrong). Leave it out, or use more stages"
+            return ConfigError(
+                f"{setup.fields[name]!r} with two pipeline stages and virtual stages mixes up what the stages send to "
+                "each other (gradients are wrong). Leave it out, or use more stages",
+                key=setup.key(name),
             )
     return None
 
@@ -211,30 +221,34 @@ _BALANCING: dict[str, str | None] = {
 measures the differences."""
 
 
-def _balancing_losses(setup: Setup) -> str | None:
+def _balancing_losses(setup: Setup) -> ConfigError | None:
     name, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     kinds = _as_list(setup.fields.get(name) or "none")
     coefficients = [value or 0.0 for value in _as_list(setup.fields.get(coefficient))]
     if unknown := [kind for kind in kinds if kind not in _BALANCING]:
-        return f"{setup.key(name)}: got {unknown[0]!r}; expected none or aux_loss"
+        return ConfigError(f"got {unknown[0]!r}; expected none or aux_loss", key=setup.key(name))
     if len(kinds) != len(coefficients):
-        return (
-            f"{setup.key(coefficient)}: {len(coefficients)} coefficients for {len(kinds)} kinds of loss "
-            f"({', '.join(kinds)}); set one for each"
+        return ConfigError(
+            f"{len(coefficients)} coefficients for {len(kinds)} kinds of loss ({', '.join(kinds)}); set one for each",
+            key=setup.key(coefficient),
         )
     if len(set(kinds)) < len(kinds):
-        return f"{setup.key(name)}: got {', '.join(kinds)}; Megatron would use only the first of two equal kinds"
+        return ConfigError(
+            f"got {', '.join(kinds)}; Megatron would use only the first of two equal kinds", key=setup.key(name)
+        )
     for kind, value in zip(kinds, coefficients, strict=True):
         if value < 0:
-            return f"{setup.key(coefficient)}: got {value:g}; expected 0 or more"
+            return ConfigError(f"got {value:g}; expected 0 or more", key=setup.key(coefficient))
         if value and kind == "none":
-            return f"{setup.key(coefficient)}: got {value:g}, but {name} is none; set {setup.key(name)}=aux_loss"
+            return ConfigError(
+                f"got {value:g}, but {name} is none; set {setup.key(name)}=aux_loss", key=setup.key(coefficient)
+            )
         if value and (reason := _BALANCING[kind]):
-            return f"{setup.key(name)}: got {kind}, but {reason}; use aux_loss"
+            return ConfigError(f"got {kind}, but {reason}; use aux_loss", key=setup.key(name))
     return None
 
 
-def _losses_of_routers(setup: Setup) -> str | None:
+def _losses_of_routers(setup: Setup) -> ConfigError | None:
     """Refuses losses that a model's routers do not have, or whose gradient Megatron-Core 0.16.1 scales down."""
     z_coefficient = setup.fields.get("moe_z_loss_coeff") or 0.0
     weights = {
@@ -245,11 +259,12 @@ def _losses_of_routers(setup: Setup) -> str | None:
     if not used:
         return None
     if setup.shape is not None and not setup.shape.is_moe:
-        return f"{setup.key(used[0])}: the model has no experts, so it has no such loss. Leave it out"
+        return ConfigError("the model has no experts, so it has no such loss. Leave it out", key=setup.key(used[0]))
     if setup.fields.get("moe_router_fusion"):
-        return (
-            f"{setup.key('moe_router_fusion')}: with a fused router, the loss of {used[0]} counts padding, and tensor "
-            f"or context parallelism scales it down. Leave it out, or set {used[0]}=0"
+        return ConfigError(
+            f"with a fused router, the loss of {used[0]} counts padding, and tensor or context parallelism scales it "
+            f"down. Leave it out, or set {used[0]}=0",
+            key=setup.key("moe_router_fusion"),
         )
     sizes = {name: setup.size(name) for name in ("tensor_model_parallel_size", "context_parallel_size")}
     parts = math.prod(sizes.values())
@@ -259,8 +274,8 @@ def _losses_of_routers(setup: Setup) -> str | None:
             f"Megatron-Core 0.16.1 adds only 1/{parts} of the z-loss's gradient with {split}. Leave it out, or split "
             "the model only with expert_model_parallel_size and pipeline_model_parallel_size"
         )
-        return (
-            f"{setup.key('moe_z_loss_coeff')}: got {z_coefficient:g}; {reason if parts > 1 else 'expected 0 or more'}"
+        return ConfigError(
+            f"got {z_coefficient:g}; {reason if parts > 1 else 'expected 0 or more'}", key=setup.key("moe_z_loss_coeff")
         )
     return None
 
@@ -269,72 +284,75 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _replay(setup: Setup) -> str | None:
+def _replay(setup: Setup) -> ConfigError | None:
     name = "moe_enable_routing_replay"
     if not setup.fields.get(name):
         return None
     if setup.shape is not None and not setup.shape.is_moe:
-        return f"{setup.key(name)}: the model has no experts, so it has no routes to replay. Leave it out"
+        return ConfigError("the model has no experts, so it has no routes to replay. Leave it out", key=setup.key(name))
     if setup.fields.get("moe_router_fusion"):
-        return (
-            f"{setup.key('moe_router_fusion')}: the fused router chooses experts itself and ignores replayed routes. "
-            f"Leave it out, or set {name}=false"
+        return ConfigError(
+            f"the fused router chooses experts itself and ignores replayed routes. Leave it out, or set {name}=false",
+            key=setup.key("moe_router_fusion"),
         )
     return None
 
 
-def _dispatcher(setup: Setup) -> str | None:
+def _dispatcher(setup: Setup) -> ConfigError | None:
     name = "moe_token_dispatcher_type"
     kind = setup.fields.get(name)
     if kind == "flex" and find_spec("deep_ep") is None:
-        return f"{setup.key(name)}: flex needs DeepEP, which is not installed here; use alltoall"
+        return ConfigError("flex needs DeepEP, which is not installed here; use alltoall", key=setup.key(name))
     if kind == "allgather" and setup.size("pipeline_model_parallel_size") > 1:
-        return (
-            f"{setup.key(name)}: allgather needs micro-batches of one length, which pipeline stages do not have here; "
-            "use alltoall"
+        return ConfigError(
+            "allgather needs micro-batches of one length, which pipeline stages do not have here; use alltoall",
+            key=setup.key(name),
         )
     return None
 
 
-def _adapters_of_latent_attention(setup: Setup) -> str | None:
+def _adapters_of_latent_attention(setup: Setup) -> ConfigError | None:
     adapted = setup.adapted & QUERY_KEY_VALUE
     if not adapted or setup.shape is None or setup.shape.latent is None:
         return None
-    return (
-        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} cannot have "
-        "adapters here, because the model has latent attention; name others (o_proj, gate_proj, up_proj, down_proj)"
+    return ConfigError(
+        f"{', '.join(sorted(adapted))} cannot have adapters here, because the model has latent attention; name others "
+        "(o_proj, gate_proj, up_proj, down_proj)",
+        key=f"{setup.where.rpartition('.')[0]}.model.lora.target_modules",
     )
 
 
-def _adapters_of_experts(setup: Setup) -> str | None:
+def _adapters_of_experts(setup: Setup) -> ConfigError | None:
     adapted = setup.adapted & FEED_FORWARD
     if not adapted or setup.shape is None or not setup.shape.is_moe:
         return None
-    complaint = (
-        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} of experts would "
-        "have adapters"
-    )
-    for name in ("expert_model_parallel_size", "tensor_model_parallel_size", "expert_tensor_parallel_size"):
-        if setup.size(name) > 1:
-            return (
-                f"{complaint}, whose checkpoints Megatron-Bridge 0.3.1 cannot write with {name}={setup.size(name)}; "
-                "name layers of attention, or set it to 1"
-            )
-    if find_spec("transformer_engine") is not None and setup.fields.get("moe_grouped_gemm"):
-        return (
-            f"{complaint}, which all experts of a rank would share in grouped products; name layers of attention, or "
-            f"set {setup.key('moe_grouped_gemm')}=false"
+    problem = None
+    sizes = ("expert_model_parallel_size", "tensor_model_parallel_size", "expert_tensor_parallel_size")
+    if split := next((name for name in sizes if setup.size(name) > 1), None):
+        problem = (
+            f"whose checkpoints Megatron-Bridge 0.3.1 cannot write with {split}={setup.size(split)}; name layers of "
+            "attention, or set it to 1"
         )
-    if setup.shape.shared_ffn_hidden_size or len(setup.shape.moe_layers) < setup.shape.num_layers:
+    elif find_spec("transformer_engine") is not None and setup.fields.get("moe_grouped_gemm"):
+        problem = (
+            "which all experts of a rank would share in grouped products; name layers of attention, or set "
+            f"{setup.key('moe_grouped_gemm')}=false"
+        )
+    elif setup.shape.shared_ffn_hidden_size or len(setup.shape.moe_layers) < setup.shape.num_layers:
         # peft 0.21 takes gate_proj, up_proj and down_proj of such a model for the experts' stacked tensors alone.
-        return (
-            f"{complaint}, and peft 0.21 would not load the adapters that dense layers or shared experts have under "
-            "the same names; name layers of attention"
+        problem = (
+            "and peft 0.21 would not load the adapters that dense layers or shared experts have under the same names; "
+            "name layers of attention"
         )
-    return None
+    if problem is None:
+        return None
+    return ConfigError(
+        f"{', '.join(sorted(adapted))} of experts would have adapters, {problem}",
+        key=f"{setup.where.rpartition('.')[0]}.model.lora.target_modules",
+    )
 
 
-def _weights_of_experts(setup: Setup) -> str | None:
+def _weights_of_experts(setup: Setup) -> ConfigError | None:
     """Refuses a Qwen3-MoE router that contradicts the model's `norm_topk_prob`, which determines whether routers
     normalise before or after they choose experts."""
     if setup.model is None or setup.model.model_type != "qwen3_moe":
@@ -344,9 +362,9 @@ def _weights_of_experts(setup: Setup) -> str | None:
     if value is None or value == right:
         return None
     when = "before" if right else "after"
-    return (
-        f"{setup.key(name)}: got {str(value).lower()}, but the model's routers normalise scores {when} they choose "
-        "experts; leave it out"
+    return ConfigError(
+        f"got {str(value).lower()}, but the model's routers normalise scores {when} they choose experts; leave it out",
+        key=setup.key(name),
     )
 
 

@@ -110,15 +110,16 @@ def require_not_refused(config: Any, path: str | None, where: str) -> None:
         value = getattr(config, name, None)
         if value not in fixed.values:
             raise ConfigError(
-                f"{where}: {path} is a {config.model_type} model with {given(name, value)} (accepted: "
-                f"{as_json(fixed.values[0])}): {fixed.reason}. {REMEDY}"
+                f"{path} is a {config.model_type} model with {given(name, value)} (accepted: "
+                f"{as_json(fixed.values[0])}): {fixed.reason}. {REMEDY}",
+                key=where,
             )
 
 
 def _require_type(kind: Any, path: str | None, where: str) -> None:
     if kind is None:
         raise ConfigError(
-            f"{where}: the config.json of {path} has no model_type; use the config.json of a Hugging Face model"
+            f"the config.json of {path} has no model_type; use the config.json of a Hugging Face model", key=where
         )
     if kind in REFUSED:
-        raise ConfigError(f"{where}: {path} has model_type={as_json(kind)}, which {REFUSED[kind]}. {REMEDY}")
+        raise ConfigError(f"{path} has model_type={as_json(kind)}, which {REFUSED[kind]}. {REMEDY}", key=where)

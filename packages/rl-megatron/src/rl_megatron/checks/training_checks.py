@@ -56,7 +56,7 @@ def _require_sums(options: MegatronOptions, where: str) -> None:
     }
     for name, reason in reasons.items():
         if getattr(options.ddp_config, name):
-            raise ConfigError(f"{where}.ddp_config.{name}: got true; {reason}: set it to false")
+            raise ConfigError(f"got true; {reason}: set it to false", key=f"{where}.ddp_config.{name}")
 
 
 def _require_optimizer_fields(options: MegatronOptions, where: str, section: str) -> None:
@@ -65,8 +65,8 @@ def _require_optimizer_fields(options: MegatronOptions, where: str, section: str
     for name, value in optimizer_fields(options, where).items():
         key = f"{where}.optimizer_config_kwargs.{name}"
         if name in _CHOSEN_ELSEWHERE:
-            raise ConfigError(f"{key}: this key is not read; set {section}.{_CHOSEN_ELSEWHERE[name]} instead")
+            raise ConfigError(f"this key is not read; set {section}.{_CHOSEN_ELSEWHERE[name]} instead", key=key)
         if name in _FIXED and value != _FIXED[name][0]:
-            raise ConfigError(f"{key}: got {value!r}, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
+            raise ConfigError(f"got {value!r}, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}", key=key)
         if name not in _FIXED:
-            raise ConfigError(f"{key}: got {value!r}, but this field cannot be set here; leave it out")
+            raise ConfigError(f"got {value!r}, but this field cannot be set here; leave it out", key=key)

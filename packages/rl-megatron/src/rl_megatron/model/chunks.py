@@ -55,13 +55,16 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
+        raise ConfigError(f"{path!r} is not a Hugging Face model: {error}", key=where) from error
     if (broken := broken_weights_file(path)) is not None:
-        raise ConfigError(f"{where}: {broken} is truncated or not a safetensors file; download or save the model again")
+        raise ConfigError(
+            f"{broken} is truncated or not a safetensors file; download or save the model again", key=where
+        )
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         raise ConfigError(
-            f"{where}: {path} has no .safetensors file, and Megatron-Bridge 0.3.1 reads no other format; load the "
-            "model with transformers and save it again (save_pretrained)"
+            f"{path} has no .safetensors file, and Megatron-Bridge 0.3.1 reads no other format; load the model with "
+            "transformers and save it again (save_pretrained)",
+            key=where,
         )
     refuse(spec, world_size, config)  # the model may have been downloaded only now
     bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
@@ -205,8 +208,9 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
             continue  # the value head, which is loaded separately
         if task is None:
             raise ConfigError(
-                f"{where}.model.path: {source.model_name_or_path} lacks a weight that the model's configuration "
-                "requires; download or save the model again"
+                f"{source.model_name_or_path} lacks a weight that the model's configuration requires; download or save "
+                "the model again",
+                key=f"{where}.model.path",
             )
         if task.megatron_module is None:
             continue
@@ -214,8 +218,9 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
         if is_vocabulary(task.global_param_name):
             if len(weights) != (vocab_size := chunks[0].config.vocab_size):
                 raise ConfigError(
-                    f"{where}.model.path: {task.mapping.hf_param} of {source.model_name_or_path} has {len(weights)} "
-                    f"rows, but vocab_size in config.json is {vocab_size}; save the model again with matching files"
+                    f"{task.mapping.hf_param} of {source.model_name_or_path} has {len(weights)} rows, but vocab_size "
+                    f"in config.json is {vocab_size}; save the model again with matching files",
+                    key=f"{where}.model.path",
                 )
             weights = _padded(weights, padded_vocabulary(chunks))
         own = task.mapping.hf_to_megatron(weights, task.megatron_module)

@@ -41,7 +41,7 @@ def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: s
     adapted = adapters(models, training=True)
     if not any(".adapter." in name for model in adapted for name, _ in model.named_parameters()):
         raise ConfigError(
-            f"{section}.model.lora.target_modules: got {lora.target_modules!r}, but no layer has such a name"
+            f"got {lora.target_modules!r}, but no layer has such a name", key=f"{section}.model.lora.target_modules"
         )
     return adapted
 

@@ -55,8 +55,9 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         raise
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"trainer.policy.model.path: {broken_weights_file(path) or path}: the local engine cannot load this model: "
-            f"{type(error).__name__}: {error}"
+            f"{broken_weights_file(path) or path}: the local engine cannot load this model: {type(error).__name__}: "
+            f"{error}",
+            key="trainer.policy.model.path",
         ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
     model.eval().requires_grad_(False)
@@ -85,8 +86,8 @@ def _select_attention(model: PreTrainedModel, asked: str | None) -> None:
         fault = None if error < limit else f"logits differ by {error:.1e} (relative), expected below {limit:g}"
     if fault is not None:
         raise ConfigError(
-            f"generator.inference_engine.engine_init_kwargs.attn_implementation: got {asked}, which does not compute "
-            f"this model: {fault}; leave it out, or set it to eager"
+            f"got {asked}, which does not compute this model: {fault}; leave it out, or set it to eager",
+            key="generator.inference_engine.engine_init_kwargs.attn_implementation",
         )
 
 
@@ -94,9 +95,9 @@ def _require_servable(path: str, config: Any) -> None:
     layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     if layer_types - _SERVED_LAYERS:
         raise ConfigError(
-            f"trainer.policy.model.path: {path}: the local engine serves only {' and '.join(sorted(_SERVED_LAYERS))} "
-            f"layers, but this model has {', '.join(sorted(layer_types - _SERVED_LAYERS))}; set "
-            "generator.inference_engine.backend=vllm"
+            f"{path}: the local engine serves only {' and '.join(sorted(_SERVED_LAYERS))} layers, but this model has "
+            f"{', '.join(sorted(layer_types - _SERVED_LAYERS))}; set generator.inference_engine.backend=vllm",
+            key="trainer.policy.model.path",
         )
 
 

@@ -51,17 +51,18 @@ class LocalEnginePlugin:
             others = {plugin.name for plugin in plugins.installed("rl_core.inference")}
             remedy = f", or choose {_SECTION}.backend=vllm" if "vllm" in others else ""
             raise ConfigError(
-                f"{_SECTION}.num_engines: got {spec.num_engines}, but there is only one local engine; set it to "
-                f"1{remedy}"
+                f"got {spec.num_engines}, but there is only one local engine; set it to 1{remedy}",
+                key=f"{_SECTION}.num_engines",
             )
         if spec.lora.is_sent_alone:
             raise ConfigError(
-                "trainer.policy.model.lora.merge_lora: got false, but the local engine accepts only whole weights; "
-                f"set it to true, or choose {_SECTION}.backend=vllm"
+                "got false, but the local engine accepts only whole weights; set it to true, or choose "
+                f"{_SECTION}.backend=vllm",
+                key="trainer.policy.model.lora.merge_lora",
             )
         _require_known(spec)
         if spec.max_num_seqs < 1:
-            raise ConfigError(f"{_SECTION}.max_num_seqs: got {spec.max_num_seqs}, expected at least 1")
+            raise ConfigError(f"got {spec.max_num_seqs}, expected at least 1", key=f"{_SECTION}.max_num_seqs")
 
     def is_on_this_host(self, options: object) -> bool:
         """Always True: the engine runs in the trainer's process."""
@@ -125,8 +126,9 @@ def _require_known(spec: EngineSpec) -> None:
     for name in spec.init_kwargs:
         if name not in known:
             raise ConfigError(
-                f"{_SECTION}.engine_init_kwargs.{name}: expected a parameter of transformers' from_pretrained that the "
-                f"local engine passes on, or a field of {spec.model_path}/config.json.{nearest(name, known)}"
+                "expected a parameter of transformers' from_pretrained that the local engine passes on, or a field of "
+                f"{spec.model_path}/config.json.{nearest(name, known)}",
+                key=f"{_SECTION}.engine_init_kwargs.{name}",
             )
 
 

@@ -48,8 +48,9 @@ class BroadcastTransport:
             socket.create_server((self.host, 0)).close()
         except OSError as error:
             raise ConfigError(
-                f"generator.inference_engine.weight_sync_backend: broadcast cannot listen at {self.host}: {error}; set "
-                "BroadcastTransport.host to an IPv4 address of this machine that ranks and engines can reach"
+                f"broadcast cannot listen at {self.host}: {error}; set BroadcastTransport.host to an IPv4 address of "
+                "this machine that ranks and engines can reach",
+                key="generator.inference_engine.weight_sync_backend",
             ) from error
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:

@@ -49,16 +49,17 @@ class CudaIpcTransport:
         else:
             return
         raise ConfigError(
-            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, but "
-            f"{missing}; use shared_memory"
+            f"cuda_ipc shares memory of NVIDIA GPUs, but {missing}; use shared_memory",
+            key="generator.inference_engine.weight_sync_backend",
         )
 
     def validate_nodes(self, num_nodes: int) -> None:
         """Raises ConfigError if the policy trains on several machines, because they cannot share GPU memory."""
         if num_nodes > 1:
             raise ConfigError(
-                "generator.inference_engine.weight_sync_backend: cuda_ipc works only within one machine, but the "
-                f"policy trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast"
+                f"cuda_ipc works only within one machine, but the policy trains on {num_nodes} machines "
+                "(trainer.placement.policy_num_nodes): choose broadcast",
+                key="generator.inference_engine.weight_sync_backend",
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:

@@ -58,18 +58,20 @@ class FilesTransport:
         directory = self.directory
         if directory is not None and not (Path(directory).is_dir() and os.access(directory, os.W_OK | os.X_OK)):
             raise ConfigError(
-                f"generator.inference_engine.weight_sync_backend: the directory of files is {directory}, which "
-                "does not exist or cannot be written; create it, or name another in FilesTransport"
+                f"the directory of files is {directory}, which does not exist or cannot be written; create it, or name "
+                "another in FilesTransport",
+                key="generator.inference_engine.weight_sync_backend",
             )
 
     def validate_nodes(self, num_nodes: int) -> None:
         """Raises ConfigError if there are several machines but no shared folder is configured."""
         if num_nodes > 1 and self.directory is None:
             raise ConfigError(
-                "generator.inference_engine.weight_sync_backend: files uses folders of this machine, but the policy "
+                "files uses folders of this machine, but the policy "
                 f"trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast, or define a "
                 'transport with a folder that all machines see, shared = FilesTransport(directory="/shared/tmp"), in '
-                "your own module, and set generator.inference_engine.weight_sync_backend=my_module:shared"
+                "your own module, and set generator.inference_engine.weight_sync_backend=my_module:shared",
+                key="generator.inference_engine.weight_sync_backend",
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:

@@ -64,14 +64,17 @@ class SharedMemoryTransport:
         """Raises ConfigError if the policy trains on several machines, because they cannot share memory."""
         if num_nodes > 1:
             raise ConfigError(
-                "generator.inference_engine.weight_sync_backend: shared_memory works only within one machine, but the "
-                f"policy trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast"
+                f"shared_memory works only within one machine, but the policy trains on {num_nodes} machines "
+                "(trainer.placement.policy_num_nodes): choose broadcast",
+                key="generator.inference_engine.weight_sync_backend",
             )
 
     def validate(self) -> None:
         """Raises ConfigError if the system does not support memfd."""
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("generator.inference_engine.weight_sync_backend: shared_memory needs Linux; use files")
+            raise ConfigError(
+                "shared_memory needs Linux; use files", key="generator.inference_engine.weight_sync_backend"
+            )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Creates the directory for the ranks' announcements, which only this user can read."""

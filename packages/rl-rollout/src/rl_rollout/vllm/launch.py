@@ -140,8 +140,8 @@ async def _open_to_agents(router: Router, host: str, port: int, settings: Client
         await router.start(host, port)
     except OSError as error:
         raise ConfigError(
-            f"generator.inference_engine.router_port: got {port}, but the router cannot listen there: {error}; set "
-            "another port, or 0 for a free one"
+            f"got {port}, but the router cannot listen there: {error}; set another port, or 0 for a free one",
+            key="generator.inference_engine.router_port",
         ) from error
     where = tell_agents(settings.run_dir, settings.tokens)
     logger.warning(

@@ -56,11 +56,11 @@ def _require_divisible(options: VLLMOptions, shape: ModelShape) -> None:
     tensor = options.tensor_parallel_size
     if shape.num_heads % tensor:
         raise ConfigError(
-            f"{_SECTION}.tensor_parallel_size: got {tensor}, which does not divide the model's {shape.num_heads} "
-            "attention heads; set it to a divisor"
+            f"got {tensor}, which does not divide the model's {shape.num_heads} attention heads; set it to a divisor",
+            key=f"{_SECTION}.tensor_parallel_size",
         )
     if options.expert_parallel_size > 1 and shape.num_experts == 0:
         raise ConfigError(
-            f"{_SECTION}.expert_parallel_size: got {options.expert_parallel_size}, but the model has no experts; "
-            "set it to 1"
+            f"got {options.expert_parallel_size}, but the model has no experts; set it to 1",
+            key=f"{_SECTION}.expert_parallel_size",
         )

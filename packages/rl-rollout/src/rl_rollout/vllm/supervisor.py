@@ -236,9 +236,10 @@ class ExternalServer:
                     health: Any = await connection.call("health", timeout_s=left_s)
                     if self.needs_kept_tokens and not health["returns_kept_tokens"]:
                         raise ConfigError(
-                            f"generator.inference_engine.external_server_urls: the server at {self.url} does not "
-                            "return the tokens that top_p, top_k and min_p keep, which training needs; start it with "
-                            "the run's generator.sampling_params, or remove these keys"
+                            f"the server at {self.url} does not return the tokens that top_p, top_k and min_p keep, "
+                            "which training needs; start it with the run's generator.sampling_params, or remove these "
+                            "keys",
+                            key="generator.inference_engine.external_server_urls",
                         )
                     await connection.call("resume", timeout_s=left_s)
                     return ServerAddress(url=self.url, pid=health["pid"])

@@ -76,12 +76,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
         except (ValueError, re.error) as error:
-            raise ConfigError(f"{where}.model.lora.target_modules: {lora.target_modules!r}: {error}") from error
+            raise ConfigError(f"{lora.target_modules!r}: {error}", key=f"{where}.model.lora.target_modules") from error
     _require_linear_layers(model, where)
     if output is not model.get_output_embeddings():
         raise ConfigError(
-            f"{where}.model.lora.target_modules: the output layer cannot have adapters, because log-probs are "
-            "computed from its weight; name other layers, or leave it out with exclude_modules"
+            "the output layer cannot have adapters, because log-probs are computed from its weight; name other layers, "
+            "or leave it out with exclude_modules",
+            key=f"{where}.model.lora.target_modules",
         )
     _require_asked_layers(model, lora, asked, where)
     for _, weight in adapter_weights(model):
@@ -188,8 +189,9 @@ def _require_known_names(model: PreTrainedModel, lora: LoraConfig, where: str) -
         if unknown:
             linear = {k.rpartition(".")[2] for k, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)}
             raise ConfigError(
-                f"{where}.model.lora.{key}: no layer of {type(model).__name__} is called {', '.join(unknown)}; "
-                f"its linear layers are {', '.join(sorted(linear))}"
+                f"no layer of {type(model).__name__} is called {', '.join(unknown)}; its linear layers are "
+                f"{', '.join(sorted(linear))}",
+                key=f"{where}.model.lora.{key}",
             )
 
 
@@ -203,8 +205,9 @@ def _require_asked_layers(model: PreTrainedModel, lora: LoraConfig, asked: set[s
             wrong.append(f"{name} (rank {layer.r[_NAME]}, scale {layer.scaling[_NAME]:g})")
     if wrong:
         raise ConfigError(
-            f"{where}.model.lora.target_modules: got {lora.target_modules!r}, but peft adapts other layers, or with "
-            f"another rank or scale: {', '.join(wrong[:3])}; name other layers, such as those of attention"
+            f"got {lora.target_modules!r}, but peft adapts other layers, or with another rank or scale: "
+            f"{', '.join(wrong[:3])}; name other layers, such as those of attention",
+            key=f"{where}.model.lora.target_modules",
         )
 
 
@@ -214,6 +217,7 @@ def _require_linear_layers(model: PreTrainedModel, where: str) -> None:
         base = module.get_base_layer()
         if not isinstance(base, nn.Linear | Conv1D):
             raise ConfigError(
-                f"{where}.model.lora.target_modules: {name} is a {type(base).__name__}; only linear layers can have "
-                "adapters here: name other layers, such as those of attention"
+                f"{name} is a {type(base).__name__}; only linear layers can have adapters here: name other layers, "
+                "such as those of attention",
+                key=f"{where}.model.lora.target_modules",
             )

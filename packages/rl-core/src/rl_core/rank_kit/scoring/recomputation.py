@@ -57,8 +57,9 @@ def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{where}: {type(model).__name__} marks no layers for gradient checkpointing: "
-            "set trainer.gradient_checkpointing=false"
+            f"{type(model).__name__} marks no layers for gradient checkpointing: set "
+            "trainer.gradient_checkpointing=false",
+            key=where,
         )
     contexts = partial(create_selective_checkpoint_contexts, _kept) if which == "selective" else noop_context_fn
     for layer in layers:

@@ -57,12 +57,15 @@ def require_followed_routes(
     remedy = f"set {key}=false and generator.inference_engine.enable_return_routed_experts=false"
     if len(given) != len(shape.layers):
         raise ConfigError(
-            f"{key}: {name} called its experts {len(given)} times for {len(shape.layers)} layers with experts, so "
-            f"its use of the routes cannot be checked; {remedy}"
+            f"{name} called its experts {len(given)} times for {len(shape.layers)} layers with experts, so its use of "
+            f"the routes cannot be checked; {remedy}",
+            key=key,
         )
     for layer, arguments in zip(shape.layers, given, strict=True):
         if not _is_followed(arguments, sent_CLK[:, layer]):
-            raise ConfigError(f"{key}: layer {layer} of {name} does not use the experts that the routes name; {remedy}")
+            raise ConfigError(
+                f"layer {layer} of {name} does not use the experts that the routes name; {remedy}", key=key
+            )
 
 
 def _is_followed(arguments: tuple[Any, ...], sent_CK: Tensor) -> bool:

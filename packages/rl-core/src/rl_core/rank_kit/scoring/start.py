@@ -75,9 +75,9 @@ def start_shards(
         found_S,
         expected_S,
         scorer.compute_dtype,
-        f"{where}.model.path: the scores of {type(scorer.model).__name__} on {ranks.mesh.world_size} ranks differ from "
-        "those on one rank",
+        f"the scores of {type(scorer.model).__name__} on {ranks.mesh.world_size} ranks differ from those on one rank",
         "set sequence_parallel_size=1" if ranks.ulysses else "this backend cannot shard it",
+        key=f"{where}.model.path",
     )
     return shards
 
@@ -87,6 +87,6 @@ def _scored_by_rows(scorer: Scorer, score: Callable[[], tuple[Tensor, ...]], whe
     scores, fault = with_eager_attention(scorer.model, score, packed_attention_of_rows)
     if fault is not None:
         raise ConfigError(
-            f"{where}.model.path: split over ranks, {fault}; set {where}.{section}.sequence_parallel_size=1"
+            f"split over ranks, {fault}; set {where}.{section}.sequence_parallel_size=1", key=f"{where}.model.path"
         )
     return scores[0]

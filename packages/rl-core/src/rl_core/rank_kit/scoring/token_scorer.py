@@ -240,7 +240,7 @@ def _small_copy(config: PretrainedConfig, where: str) -> PreTrainedModel | None:
 
 
 def _unloadable(path: Path | str, where: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{where}.model.path: {path} cannot be loaded as a causal language model: {error}")
+    return ConfigError(f"{path} cannot be loaded as a causal language model: {error}", key=f"{where}.model.path")
 
 
 def _load_config(path: str, where: str) -> PretrainedConfig:
@@ -248,8 +248,9 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers' field checks may raise anything
         raise ConfigError(
-            f"{where}.model.path: transformers cannot read the configuration of {path!r}; expected a model directory "
-            f"or the name of a model that can be downloaded: {error}"
+            f"transformers cannot read the configuration of {path!r}; expected a model directory or the name of a "
+            f"model that can be downloaded: {error}",
+            key=f"{where}.model.path",
         ) from error
 
 
@@ -263,10 +264,10 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
     name = type(model).__name__
     for cap in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
         if getattr(model.config, cap, None) is not None:
-            raise ConfigError(f"{where}.model.path: {name} caps its logits ({cap}); choose another model")
+            raise ConfigError(f"{name} caps its logits ({cap}); choose another model", key=f"{where}.model.path")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(
-            f"{where}.model.path: the output layer of {name} is not one linear layer; choose another model"
+            f"the output layer of {name} is not one linear layer; choose another model", key=f"{where}.model.path"
         )
 
 
@@ -352,13 +353,13 @@ def _require_agreement(
             model.set_attn_implementation(attention)
             found = as_trained(inputs)
         except ConfigError as error:
-            raise ConfigError(f"{where}.model.path: {error}") from error
+            raise ConfigError(str(error), key=f"{where}.model.path") from error
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{where}.model.path: {name} cannot run with the inputs of training ({error}); {remedy}"
+                f"{name} cannot run with the inputs of training ({error}); {remedy}", key=f"{where}.model.path"
             ) from error
-    message = f"{where}.model.path: the results of {name} in training differ from those of its own code"
-    require_close(found, expected, compute_dtype, message, remedy)
+    message = f"the results of {name} in training differ from those of its own code"
+    require_close(found, expected, compute_dtype, message, remedy, key=f"{where}.model.path")
 
 
 def require_separable_layers(model: PreTrainedModel, where: str, remedy: str) -> None:
@@ -366,19 +367,22 @@ def require_separable_layers(model: PreTrainedModel, where: str, remedy: str) ->
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _SEPARABLE
     if kinds:
         raise ConfigError(
-            f"{where}.model.path: {type(model).__name__} has layers of the kind {', '.join(sorted(kinds))}, whose "
-            f"sequences cannot be packed or split over ranks; {remedy}"
+            f"{type(model).__name__} has layers of the kind {', '.join(sorted(kinds))}, whose sequences cannot be "
+            f"packed or split over ranks; {remedy}",
+            key=f"{where}.model.path",
         )
 
 
-def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, message: str, remedy: str) -> None:
+def require_close(
+    found: Tensor, expected: Tensor, compute_dtype: torch.dtype, message: str, remedy: str, *, key: str
+) -> None:
     """Raises ConfigError with `message` and `remedy` unless scores agree within the accuracy of `compute_dtype`."""
     # Log-probs of a random model are all near −log V, so differences are measured relative to their spread.
     spread = (expected - expected.mean()).norm().clamp(min=1e-3)
     error = ((found - expected).norm() / spread).item()
     limit = 0.1 if compute_dtype == torch.bfloat16 else 1e-3
     if not error < limit:
-        raise ConfigError(f"{message} by {error:.1e} (relative), expected below {limit:g}; {remedy}")
+        raise ConfigError(f"{message} by {error:.1e} (relative), expected below {limit:g}; {remedy}", key=key)
 
 
 def _two_token_sequences(model: PreTrainedModel, spec: WorkerSpec) -> list[Tensor]:

@@ -24,8 +24,8 @@ def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:
     if num_heads % group.size:
         fitting = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ConfigError(
-            f"{where}.sequence_parallel_size: {group.size} ranks cannot share {num_heads} attention heads evenly; "
-            f"choose one of {fitting}"
+            f"{group.size} ranks cannot share {num_heads} attention heads evenly; choose one of {fitting}",
+            key=f"{where}.sequence_parallel_size",
         )
 
 

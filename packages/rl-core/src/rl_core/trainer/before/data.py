@@ -66,7 +66,7 @@ def read_rows(
     for path in map(str, paths):
         if not is_at_hand(path):
             raise DataError(
-                f"{key}: {path} does not exist. Set {key} to the path of a {', '.join(FORMATS[:-1])} or .csv file"
+                f"{path} does not exist. Set {key} to the path of a {', '.join(FORMATS[:-1])} or .csv file", key=key
             )
         count = len(rows)
         try:
@@ -79,11 +79,11 @@ def read_rows(
                         raise
                     refused.append(error)
         except OSError as error:
-            raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
+            raise DataError(f"{path} cannot be read: {error.strerror or error}", key=key) from error
         if len(rows) == count:
-            raise refused[0] if refused else DataError(f"{key}: {path} has no rows")
+            raise refused[0] if refused else DataError(f"{path} has no rows", key=key)
     if not rows:
-        raise DataError(f"{key}: got no file; set it to one or more data files")
+        raise DataError("got no file; set it to one or more data files", key=key)
     return rows
 
 

@@ -52,7 +52,7 @@ def configured_rows(config: Config, key: str) -> list[DataRow]:
         return rows
     first = "{}: {}".format(*next(iter(refusals.items())))
     if len(refusals) == len(rows):
-        raise DataError(f"{key}: the environment refuses all its rows; the first: {first}")
+        raise DataError(f"the environment refuses all its rows; the first: {first}", key=key)
     _warn(f"{key}: left out {len(refusals)} of {len(rows)} rows that the environment refuses; the first: {first}")
     return [row for row in rows if row.place not in refusals]
 

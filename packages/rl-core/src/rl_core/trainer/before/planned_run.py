@@ -41,8 +41,9 @@ def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
         if not isinstance(backend, Planner):
             raise ConfigError(
-                f"trainer.strategy: the backend {backend.name!r} cannot plan the memory of its ranks; set "
-                "trainer.strategy=fsdp, which can, or make the backend a Planner (docs/backends.md)"
+                f"the backend {backend.name!r} cannot plan the memory of its ranks; set trainer.strategy=fsdp, which "
+                "can, or make the backend a Planner (docs/backends.md)",
+                key="trainer.strategy",
             )
         spec = attrs.evolve(spec, model=attrs.evolve(spec.model, path=here_or_shipped(spec.model.path)))
         mesh = backend.mesh(spec.options, nodes * per_node)

@@ -272,8 +272,9 @@ def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -
 def _require_playing(config: Config) -> None:
     if not needs_engine(config):
         raise ConfigError(
-            f"generator.type: {config.generator.type!r} plays no prompts but reads responses from the rows; set "
-            "generator.type=environment and an environment to see what the model answers"
+            f"{config.generator.type!r} plays no prompts but reads responses from the rows; set "
+            "generator.type=environment and an environment to see what the model answers",
+            key="generator.type",
         )
 
 
@@ -319,16 +320,18 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
     if not others:
         return
     message = (
-        f"{key}: {chosen!r} applies to all rows, but {len(others)} of {len(rows)} rows name another environment, first "
+        f"{chosen!r} applies to all rows, but {len(others)} of {len(rows)} rows name another environment, first "
         f"{others[0].row['env_class']!r} ({others[0].place})"
     )
     is_users = key in loaded.chosen_keys or loaded.config.environment.reward_functions
     if loaded.recipe is not None and not is_users:
         raise ConfigError(
             f"{message}. The recipe set the key: write {key}=null to play each row's own environment, or "
-            f"{key}={chosen} to play this one for all rows"
+            f"{key}={chosen} to play this one for all rows",
+            key=key,
         )
-    logger.warning("%s; these names are ignored. With %s=null, each row's own environment is played", message, key)
+    ignored = "these names are ignored. With %s=null, each row's own environment is played"
+    logger.warning(f"%s: %s; {ignored}", key, message, key)
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
@@ -366,9 +369,10 @@ def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes:
     for name in sorted(name for name, environment in environments.items() if environment.forces_responses):
         mistakes.add(
             ConfigError(
-                f"{key}: got {engine!r}, which accepts no grammars, but the environment {name!r} forces some responses "
-                "by a grammar (`structural_tag`). Set the key to an engine that accepts grammars, such as vllm, or "
-                "choose another environment"
+                f"got {engine!r}, which accepts no grammars, but the environment {name!r} forces some responses by a "
+                "grammar (`structural_tag`). Set the key to an engine that accepts grammars, such as vllm, or choose "
+                "another environment",
+                key=key,
             )
         )
 
@@ -473,16 +477,17 @@ def _try_estimator(config: Config, update: UpdateSettings) -> None:
     groups themselves do not count: real groups may be different."""
     if update.estimator is None:
         return
-    where = f"trainer.algorithm.advantage_estimator: {config.trainer.algorithm.advantage_estimator!r}"
+    key, name = "trainer.algorithm.advantage_estimator", config.trainer.algorithm.advantage_estimator
     batch = made_up_batch(max(1, min(config.generator.n_samples_per_prompt, _MOST_SAMPLES)), seed=1)
     try:
         with_advantages(batch, update.estimator, update.estimator_params)
     except (DataError, ShapeError):
         return
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{name!r}: {error}", key=key) from error
     except Exception as error:
-        raise PluginError(f"{where} failed on made-up groups: {type(error).__name__}: {error}") from error
+        message = f"{name!r} failed on made-up groups: {type(error).__name__}: {error}"
+        raise PluginError(message, key=key) from error
 
 
 def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:
@@ -528,7 +533,7 @@ def _require_fitting_model(config: Config, role: Role, path: str | None) -> None
     try:
         require_own_frequencies(model_config.get_text_config(), longest_sequence(config), 1 if is_alone else 2)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(str(error), key=key) from error
 
 
 def _require_ray(config: Config, roles: Sequence[Role]) -> None:
@@ -540,8 +545,9 @@ def _require_ray(config: Config, roles: Sequence[Role]) -> None:
     if apart:
         nodes, per_node = shapes[apart[0]]
         raise ConfigError(
-            f"trainer.placement: the ranks of the {apart[0]} ({nodes * per_node}) run on Ray, which is not installed: "
-            f"{install('rl-core[ray]')}"
+            f"the ranks of the {apart[0]} ({nodes * per_node}) run on Ray, which is not installed: "
+            f"{install('rl-core[ray]')}",
+            key="trainer.placement",
         )
 
 
@@ -561,13 +567,13 @@ def _prove_models(config: Config) -> tuple[str, ...]:
 
 @contextmanager
 def _keys_of(role: Role, section: str) -> Iterator[None]:
-    """Completes the keys in a backend's errors, which begin with the backend's section but do not name the model."""
+    """Completes the keys of a backend's errors, which begin with the backend's section but do not name the model."""
     try:
         yield
     except ConfigError as error:
-        if not str(error).startswith(f"{section}."):
+        if not f"{error.key}.".startswith(f"{section}."):
             raise
-        raise ConfigError(f"{SECTIONS[role]}.{error}") from error
+        raise error.below(SECTIONS[role]) from error
 
 
 def require_token_budget(config: Config, mesh: Mesh) -> None:
@@ -577,8 +583,8 @@ def require_token_budget(config: Config, mesh: Mesh) -> None:
     padded = int(padded_lengths([longest], multiple)[0])
     if 0 < budget < padded:
         raise ConfigError(
-            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence: {longest} tokens "
-            f"({longest_prompt(config)[0]} + generator.sampling_params.max_generate_length), padded to {padded}, a "
-            f"multiple of the {multiple} parts into which tensor and context ranks split it. Set the key to at least "
-            f"{padded}"
+            f"{budget} tokens cannot hold the longest sequence: {longest} tokens ({longest_prompt(config)[0]} + "
+            f"generator.sampling_params.max_generate_length), padded to {padded}, a multiple of the {multiple} parts "
+            f"into which tensor and context ranks split it. Set the key to at least {padded}",
+            key="trainer.max_tokens_per_microbatch",
         )

@@ -41,8 +41,9 @@ def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> Rehears
     """
     if not isinstance(model.backend, Rehearser):
         raise ConfigError(
-            f"trainer.strategy: the backend {model.backend.name!r} cannot rehearse a step; see its planned memory with "
-            "rl plan, or set trainer.strategy=fsdp, which can"
+            f"the backend {model.backend.name!r} cannot rehearse a step; see its planned memory with rl plan, or set "
+            "trainer.strategy=fsdp, which can",
+            key="trainer.strategy",
         )
     tokens, count = micro_batch_size(config, role, model.mesh)
     longest = int(padded_lengths([longest_sequence(config)], model.mesh.sequence_multiple)[0])

@@ -46,8 +46,9 @@ def num_steps(config: Config, num_rows: int) -> int:
         return trainer.max_training_steps
     if available == 0:
         raise DataError(
-            f"data.train_data: {trainer.epochs} epochs of {num_rows} rows do not fill one batch of "
-            f"{trainer.train_batch_size} prompts: lower trainer.train_batch_size or raise trainer.epochs"
+            f"{trainer.epochs} epochs of {num_rows} rows do not fill one batch of {trainer.train_batch_size} prompts: "
+            "lower trainer.train_batch_size or raise trainer.epochs",
+            key="data.train_data",
         )
     return available
 
@@ -107,7 +108,7 @@ def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
     elif not (isinstance(backend, PrefixSharing) and backend.shares_prefixes(options)):
         reason = f"the backend {backend.name!r} computes every sequence separately; choose another backend"
     if asked is True and reason is not None:
-        raise ConfigError(f"trainer.share_prefixes: {reason}, or trainer.share_prefixes=auto")
+        raise ConfigError(f"{reason}, or trainer.share_prefixes=auto", key="trainer.share_prefixes")
     return reason is None
 
 

@@ -51,18 +51,21 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
     trainer, algorithm, placement = config.trainer, config.trainer.algorithm, config.trainer.placement
     if not needs_engine(config):
         yield ConfigError(
-            f"{_KEY}: got true with generator.type={config.generator.type}, which reads responses from the rows; there "
-            f"is no sampling that training could overlap with. Set {_KEY}=false"
+            f"got true with generator.type={config.generator.type}, which reads responses from the rows; there is no "
+            f"sampling that training could overlap with. Set {_KEY}=false",
+            key=_KEY,
         )
     if placement.colocate_all:
         yield ConfigError(
-            f"trainer.placement.colocate_all: got true with {_KEY}=true; models train while engines sample, so they "
-            f"cannot take turns on the same devices. Set colocate_all=false, or {_KEY}=false"
+            f"got true with {_KEY}=true; models train while engines sample, so they cannot take turns on the same "
+            f"devices. Set colocate_all=false, or {_KEY}=false",
+            key="trainer.placement.colocate_all",
         )
     if placement.colocate_policy_ref and needs_reference(config) and trainer.ref.inference_backend is None:
         yield ConfigError(
-            f"trainer.placement.colocate_policy_ref: got true with {_KEY}=true; policy and reference would take turns "
-            f"on their devices for every part of a step. Set colocate_policy_ref=false, or {_KEY}=false"
+            f"got true with {_KEY}=true; policy and reference would take turns on their devices for every part of a "
+            f"step. Set colocate_policy_ref=false, or {_KEY}=false",
+            key="trainer.placement.colocate_policy_ref",
         )
     sizes = {"trainer.policy_mini_batch_size": trainer.policy_mini_batch_size}
     if update.critic is not None:
@@ -70,30 +73,35 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
     for key, size in sizes.items():
         if size != trainer.train_batch_size:
             yield ConfigError(
-                f"{key}: got {size} of trainer.train_batch_size={trainer.train_batch_size} with {_KEY}=true; the first "
-                f"of several optimizer steps would train on the groups that finish first, which are a biased sample. "
-                f"Set both to the same number, or {_KEY}=false"
+                f"got {size} of trainer.train_batch_size={trainer.train_batch_size} with {_KEY}=true; the first of "
+                "several optimizer steps would train on the groups that finish first, which are a biased sample. Set "
+                f"both to the same number, or {_KEY}=false",
+                key=key,
             )
     if trainer.update_epochs_per_batch != 1:
         yield ConfigError(
-            f"trainer.update_epochs_per_batch: got {trainer.update_epochs_per_batch} with {_KEY}=true, which takes one "
-            f"optimizer step per batch. Set it to 1, or {_KEY}=false"
+            f"got {trainer.update_epochs_per_batch} with {_KEY}=true, which takes one optimizer step per batch. Set it "
+            f"to 1, or {_KEY}=false",
+            key="trainer.update_epochs_per_batch",
         )
     if algorithm.dynamic_sampling.type == "replace":
         yield ConfigError(
-            f"trainer.algorithm.dynamic_sampling.type: replace chooses among all groups of a batch, but {_KEY}=true "
-            f"trains on the first groups before the last have finished. Set it to filter, or {_KEY}=false"
+            f"replace chooses among all groups of a batch, but {_KEY}=true trains on the first groups before the last "
+            f"have finished. Set it to filter, or {_KEY}=false",
+            key="trainer.algorithm.dynamic_sampling.type",
         )
     if algorithm.advantage_batch_normalize:
         yield ConfigError(
-            f"trainer.algorithm.advantage_batch_normalize: got true with {_KEY}=true; mean and deviation of a batch "
-            f"are known only when all of its groups have finished. Set it to false, or {_KEY}=false"
+            f"got true with {_KEY}=true; mean and deviation of a batch are known only when all of its groups have "
+            f"finished. Set it to false, or {_KEY}=false",
+            key="trainer.algorithm.advantage_batch_normalize",
         )
     if hasattr(objective_from_spec(update.policy.loss).function, "prepare"):
         yield ConfigError(
-            f"trainer.algorithm.policy_loss_type: {algorithm.policy_loss_type!r} needs statistics of the whole "
-            f"mini-batch before its gradient, but {_KEY}=true computes gradients before all groups have finished. "
-            f"Choose another loss, e.g. regular, or set {_KEY}=false"
+            f"{algorithm.policy_loss_type!r} needs statistics of the whole mini-batch before its gradient, but "
+            f"{_KEY}=true computes gradients before all groups have finished. Choose another loss, e.g. regular, or "
+            f"set {_KEY}=false",
+            key="trainer.algorithm.policy_loss_type",
         )
 
 
@@ -101,15 +109,17 @@ def _unfit_backend(config: Config) -> Iterator[ConfigError]:
     backend: Backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
     if backend.contract_version < _SCALE_VERSION:
         yield ConfigError(
-            f"trainer.strategy: the backend {backend.name!r} follows version {backend.contract_version} of the backend "
-            f"contract and cannot scale gradients; {_KEY}=true needs version {_SCALE_VERSION} "
-            f"(docs/plugins.md#contract-versions). Choose another backend, or set {_KEY}=false"
+            f"the backend {backend.name!r} follows version {backend.contract_version} of the backend contract and "
+            f"cannot scale gradients; {_KEY}=true needs version {_SCALE_VERSION} (docs/plugins.md#contract-versions). "
+            f"Choose another backend, or set {_KEY}=false",
+            key="trainer.strategy",
         )
     section = backend.config_section
     if isinstance(backend, OwnLosses) and backend.has_own_losses(config.trainer.policy.options(section)):
         yield ConfigError(
-            f"trainer.policy.{section}: enables auxiliary losses, which are weighted over a whole mini-batch, but "
-            f"{_KEY}=true computes them part by part. Switch the losses off, or set {_KEY}=false"
+            f"enables auxiliary losses, which are weighted over a whole mini-batch, but {_KEY}=true computes them part "
+            f"by part. Switch the losses off, or set {_KEY}=false",
+            key=f"trainer.policy.{section}",
         )
 
 

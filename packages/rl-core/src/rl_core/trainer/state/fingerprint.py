@@ -92,8 +92,9 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
         if was != given:
             mistakes.add(
                 ConfigError(
-                    f"{key}: got {_shown(given)}, but {checkpoint} was made with {_shown(was)}: its group numbers "
-                    f"would refer to other prompts. Set the key to {_shown(was)}, {_REMEDY}"
+                    f"got {_shown(given)}, but {checkpoint} was made with {_shown(was)}: its group numbers would refer "
+                    f"to other prompts. Set the key to {_shown(was)}, {_REMEDY}",
+                    key=key,
                 )
             )
     mistakes.raise_found()
@@ -132,14 +133,15 @@ def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, An
     if was["sha256"] != given["sha256"]:
         other = f"{was['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "the same number of other rows"
         yield ConfigError(
-            f"data.train_data: has {given['num_rows']} rows, but {checkpoint} was made with {other}: its group numbers "
-            f"would refer to other prompts. Use the same rows in the same order, {_REMEDY}"
+            f"has {given['num_rows']} rows, but {checkpoint} was made with {other}: its group numbers would refer to "
+            f"other prompts. Use the same rows in the same order, {_REMEDY}",
+            key="data.train_data",
         )
     elif None not in (was["num_prompts"], given["num_prompts"]) and was["num_prompts"] != given["num_prompts"]:
         yield ConfigError(
-            f"trainer.max_prompt_length: leaves {given['num_prompts']} prompts, but {checkpoint} was made with "
-            f"{was['num_prompts']}: its group numbers would refer to other prompts. Set the same limit (and "
-            f"data.on_long_prompt), {_REMEDY}"
+            f"leaves {given['num_prompts']} prompts, but {checkpoint} was made with {was['num_prompts']}: its group "
+            f"numbers would refer to other prompts. Set the same limit (and data.on_long_prompt), {_REMEDY}",
+            key="trainer.max_prompt_length",
         )
 
 

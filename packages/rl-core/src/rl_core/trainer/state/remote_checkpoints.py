@@ -162,7 +162,7 @@ def _fetch(copies: CheckpointCopies, config: Config) -> None:
     try:
         names = copies.steps()
     except OSError as error:  # such as a bucket that this user may not read
-        raise ConfigError(f"trainer.ckpt_path: {path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}", key="trainer.ckpt_path") from error
     if config.trainer.resume_mode == "latest":
         try:
             copies.fetch_newest(config.ckpt_dir)
@@ -173,7 +173,7 @@ def _fetch(copies: CheckpointCopies, config: Config) -> None:
             ) from error
     elif names:
         raise ConfigError(
-            f"trainer.ckpt_path: {path} holds checkpoints ({names[-1]}), and "
-            f"trainer.resume_mode={config.trainer.resume_mode} does not resume from them; choose another address, or "
-            "trainer.resume_mode=latest"
+            f"{path} holds checkpoints ({names[-1]}), and trainer.resume_mode={config.trainer.resume_mode} does not "
+            "resume from them; choose another address, or trainer.resume_mode=latest",
+            key="trainer.ckpt_path",
         )

@@ -113,7 +113,7 @@ def open_run_directory(config: Config) -> RunStart:
         _write_config(config, is_continued=is_continued)
     except OSError as error:
         raise ConfigError(
-            f"trainer.run_dir: {run_dir} cannot be created or written ({error}); choose another directory"
+            f"{run_dir} cannot be created or written ({error}); choose another directory", key="trainer.run_dir"
         ) from error
     return RunStart(run_dir=run_dir, checkpoint=checkpoint, state=state)
 
@@ -243,20 +243,22 @@ def require_own_files(config: Config) -> None:
                 pass
         except (DataError, OSError) as error:
             raise ConfigError(
-                f"trainer.run_dir: {run_dir} is not a run directory: {error}. Choose another directory, or move that "
-                "file"
+                f"{run_dir} is not a run directory: {error}. Choose another directory, or move that file",
+                key="trainer.run_dir",
             ) from error
     if found := _foreign_entries(config):
         names = ", ".join(path.name for path in found)
         raise ConfigError(
-            f"trainer.run_dir: {run_dir} is not a run directory: it holds {names}, which a run would overwrite or "
-            f"move, but nothing shows that a run wrote them. Choose another directory, or move {names} elsewhere; if a "
-            f"run did write them: touch {run_dir / MARK}"
+            f"{run_dir} is not a run directory: it holds {names}, which a run would overwrite or move, but nothing "
+            f"shows that a run wrote them. Choose another directory, or move {names} elsewhere; if a run did write "
+            f"them: touch {run_dir / MARK}",
+            key="trainer.run_dir",
         )
     if model is not None and is_found(model) and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(
-            f"trainer.export_path: {config.export_dir} is the model that the run starts from; the run would "
-            "overwrite it. Choose another directory"
+            f"{config.export_dir} is the model that the run starts from; the run would overwrite it. Choose another "
+            "directory",
+            key="trainer.export_path",
         )
 
 

@@ -182,7 +182,7 @@ def _taken(config: Config, key: str, path: Path) -> int:
             _close(descriptor)  # the holder removed the file after this process opened it
     except OSError as error:
         raise ConfigError(
-            f"{key}: {value_at(config, key)} cannot be locked: {path}: {error.strerror}. Choose another directory"
+            f"{value_at(config, key)} cannot be locked: {path}: {error.strerror}. Choose another directory", key=key
         ) from error
 
 
@@ -277,8 +277,9 @@ def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> Conf
     gone = "that machine is gone for good" if holder else "no run uses it any more"
     if_gone = "" if is_here else f"; if {gone}, remove {path}"
     return ConfigError(
-        f"{key}: {value_at(config, key)} is in use: {who} writes {_directory_of(path)}. Wait for that run or stop it, "
-        f"or choose another {other}{if_gone}"
+        f"{value_at(config, key)} is in use: {who} writes {_directory_of(path)}. Wait for that run or stop it, or "
+        f"choose another {other}{if_gone}",
+        key=key,
     )
 
 

@@ -70,8 +70,9 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
         return batch.with_columns(advantages=advantages_T)
     if result.shape != (batch.num_tokens,):
         raise PluginError(
-            f"trainer.algorithm.advantage_estimator: returned values of shape {tuple(result.shape)}; expected one per "
-            f"trajectory, [{num_trajectories}], or one per token, [{batch.num_tokens}]"
+            f"returned values of shape {tuple(result.shape)}; expected one per trajectory, [{num_trajectories}], or "
+            f"one per token, [{batch.num_tokens}]",
+            key="trainer.algorithm.advantage_estimator",
         )
     return batch.with_columns(advantages=stream.restored(result.float()))
 

@@ -43,8 +43,9 @@ class ServedReference:
         largest = int(batch["tokens"].max())
         if largest >= self._client.vocab_size:
             raise ConfigError(
-                f"trainer.ref.model.path: got token {largest}, but the reference has only {self._client.vocab_size} "
-                "tokens; use a reference with the policy's vocabulary"
+                f"got token {largest}, but the reference has only {self._client.vocab_size} tokens; use a reference "
+                "with the policy's vocabulary",
+                key="trainer.ref.model.path",
             )
         try:
             async with asyncio.timeout(self._timeout_s):
