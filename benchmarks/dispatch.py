@@ -53,7 +53,6 @@ class NothingBackend:
 
     tensor: int
     name: str = "nothing"
-    contract_version: int = 2
     config_section: str = ""
     options_class: type = object
 

@@ -94,7 +94,6 @@ class CheckingBackend:
 
     num_layers: int
     name: str = "checking"
-    contract_version: int = 3
     config_section: str = ""
     options_class: type = object
 

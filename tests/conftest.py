@@ -49,7 +49,6 @@ OWN_SERVERS = (
 LONG = (
     "tests/examples/test_fuzzed_configurations.py",
     "tests/examples/test_large_recipes.py",
-    "tests/frozen_plugins",
     "tests/real_model",
     "tests/workspace/test_wheels.py",
 )

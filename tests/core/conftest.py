@@ -21,7 +21,7 @@ RECIPES = """
 from pathlib import Path
 from typing import Any
 from rl_core.interfaces import Recipe
-from rl_core.trainer.callbacks import Callback
+from rl_core.interfaces import Callback
 
 BASE = {
     "trainer.strategy": "slim",
@@ -34,7 +34,7 @@ BASE = {
     "trainer.logger": "tests.core.idle_plugins:Tracker",
     "trainer.algorithm.policy_loss_type": "cli_recipes:loss",
     "trainer.algorithm.advantage_estimator": "cli_recipes:advantages",
-    "generator.type": "tests.core.idle_plugins:Generator",
+    "generator.type": "tests.core.idle_plugins:generator",
     "generator.inference_engine.backend": "tests.core.idle_plugins:engine",
     "generator.inference_engine.weight_sync_backend": "tests.core.idle_plugins:transport",
 }
@@ -110,7 +110,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         "trainer.algorithm.policy_loss_type": "own_functions:loss",
         "trainer.algorithm.advantage_estimator": "own_functions:advantages",
         "trainer.logger": "tests.core.idle_plugins:Tracker",
-        "generator.type": "tests.core.idle_plugins:Generator",
+        "generator.type": "tests.core.idle_plugins:generator",
         "generator.inference_engine.backend": "tests.core.idle_plugins:fussy_engine",
         "generator.inference_engine.weight_sync_backend": "tests.core.idle_plugins:transport",
     }

@@ -52,7 +52,6 @@ class Nested:
 
 class Backend:
     name = "{name}"
-    contract_version = 1
     config_section = "{name}_config"
     options_class = Options
 

@@ -14,7 +14,6 @@ from rl_core.interfaces import Callback, Recipe
 class Backend:
     """A `Backend` that trains nothing."""
 
-    contract_version = 1
     name = "idle"
     config_section = "idle_config"
     options_class = dict
@@ -44,27 +43,24 @@ class OptionlessBackend(Backend):
 class Engine:
     """An `InferencePlugin` that starts nothing."""
 
-    contract_version = 1
     name = "idle"
-    num_engines_key = None
 
-    def validate(self, config):
+    def validate(self, spec):
         pass
 
-    async def create(self, config):
+    async def create(self, spec):
         raise AssertionError("an idle plug-in must not start engines")
 
 
 class FussyEngine(Engine):
-    def validate(self, config):
-        if config.generator.sampling_params.stop:
+    def validate(self, spec):
+        if spec.sampling.stop:
             raise ConfigError("this engine knows no stop strings", key="generator.sampling_params")
 
 
 class Transport:
     """A `WeightTransport` that sends nothing."""
 
-    contract_version = 1
     name = "idle"
     is_staged = True
 
@@ -79,14 +75,25 @@ class Transport:
 
 
 class Generator:
-    def __init__(self, config, client):
-        pass
+    """A `Generator` that plays no episodes."""
 
     def prompt_length(self, row):
         return 1
 
     async def generate(self, request):
         raise AssertionError("an idle plug-in must not play episodes")
+
+
+class GeneratorPlugin:
+    """A `GeneratorPlugin` that creates a generator that plays no episodes."""
+
+    name = "idle"
+
+    def validate(self, spec):
+        pass
+
+    def create(self, spec, client):
+        return Generator()
 
 
 class Environment(interfaces.Environment):
@@ -116,8 +123,8 @@ class Event(Callback):
         pass
 
 
-def make_generator(config, client) -> Generator:
-    return Generator(config, client)
+def make_tracker(config, run_dir, *, total_steps, first_step) -> Tracker:
+    return Tracker(config, run_dir, total_steps=total_steps, first_step=first_step)
 
 
 def loss(logprobs_T, advantages_T, mask_T) -> TokenLoss:
@@ -133,4 +140,5 @@ optionless = OptionlessBackend()
 engine = Engine()
 fussy_engine = FussyEngine()
 transport = Transport()
+generator = GeneratorPlugin()
 recipe = Recipe(summary="idle", config={})

@@ -36,7 +36,6 @@ class PlainBackend:
 
     worker_class: Callable[[WorkerSpec, RankInfo], Worker]
     name: str = "plain"
-    contract_version: int = 3
     replays_kept_tokens: bool = True
     config_section: str = "plain_config"
     options_class: type = NoOptions
@@ -259,7 +258,7 @@ class ReportsTheWholeLossOnEveryRank(PlainWorker):
 
 
 class ReturnsScoresInThePlansOrder(PlainWorker):
-    def forward(self, batch, plan, *, temperature):
+    def forward(self, batch, plan, *, temperature, returns=None):
         scores = super().forward(batch, plan, temperature=temperature)
         if not any(plan):
             return scores

@@ -27,6 +27,8 @@ import attrs
 
 from rl_core.batch import Batch
 from rl_core.interfaces import (
+    Callback,
+    Control,
     Generator,
     GroupRequest,
     Manifest,
@@ -38,7 +40,6 @@ from rl_core.interfaces import (
     TrajectoryStep,
 )
 from rl_core.layout.mesh import Mesh
-from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.groups import DataRow, FinishedGroup, PromptSource
 from rl_core.trainer.loop.buffer import GroupBuffer
 from rl_core.trainer.loop.group_selection import Selection
@@ -374,7 +375,6 @@ class ScriptedTransport:
     """Transfers nothing; engine and policy wait as long as the script says."""
 
     name = "scripted"
-    contract_version = 1
     is_staged = False
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:

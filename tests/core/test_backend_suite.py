@@ -59,12 +59,12 @@ class TestReferenceWorkerThatCanLeaveItsDevice(BackendConformance):
 
 
 class IgnoresTemperature(PlainWorker):
-    def forward(self, batch, plan, *, temperature):
+    def forward(self, batch, plan, *, temperature, returns=None):
         return super().forward(batch, plan, temperature=1.0)
 
 
 class ScoresOneTokenLate(PlainWorker):
-    def forward(self, batch, plan, *, temperature):
+    def forward(self, batch, plan, *, temperature, returns=None):
         scores = super().forward(batch, plan, temperature=temperature)
         return {name: values_T.roll(1) for name, values_T in scores.items()}
 
@@ -303,7 +303,7 @@ class TakesLogprobsInBfloat16(ComputesInBfloat16):
 
 def with_routes(change: Callable[[Batch], Batch]) -> type[RoutedWorker]:
     class Changed(RoutedWorker):
-        def forward(self, batch, plan, *, temperature):
+        def forward(self, batch, plan, *, temperature, returns=None):
             return super().forward(change(batch), plan, temperature=temperature)
 
         def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
@@ -356,7 +356,7 @@ class KeepsItsNoise(PlainWorker):
 
 
 class IgnoresKeptTokens(PlainWorker):
-    def forward(self, batch, plan, *, temperature):
+    def forward(self, batch, plan, *, temperature, returns=None):
         return super().forward(batch.without_columns("kept_counts", "kept_ids"), plan, temperature=temperature)
 
 
@@ -378,7 +378,7 @@ class ShiftsKeptTokens(PlainWorker):
 
 
 class IgnoresRoutes(RoutedWorker):
-    def forward(self, batch, plan, *, temperature):
+    def forward(self, batch, plan, *, temperature, returns=None):
         without = batch.without_columns("routed_experts", "routed")
         return PlainWorker.forward(self, without, plan, temperature=temperature)
 

@@ -21,9 +21,8 @@ def test_config_shows_values_with_their_sources(rl: Run):
     assert lines["trainer.train_batch_size"] == ["4", "recipe small"]
     assert lines["trainer.bf16"] == ["true", "default"]
     assert lines["trainer.run_dir"] == ['"runs/x"', "derived: runs/<trainer.run_name>"]
-    # This backend states an earlier contract version.
-    assert '"every batch"' in out
-    assert "derived: the backend 'slim' follows version 1" in " ".join(lines["scoring_pass"])
+    assert lines["scoring_pass"][0] == '"none"'
+    assert "derived: nothing reads old log-probs" in " ".join(lines["scoring_pass"])
 
 
 def test_config_as_yaml_is_a_file_that_loads_to_the_same_configuration(rl: Run):

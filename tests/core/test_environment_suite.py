@@ -258,8 +258,8 @@ class SpeaksWithABrokenCall(Guess):
 
 
 WRONG_ENVIRONMENTS = [
-    (ActsWithoutAction, "test_it_follows_this_version_of_the_contract"),
-    (HidesItsTools, "test_it_follows_this_version_of_the_contract"),
+    (ActsWithoutAction, "test_it_follows_the_contract"),
+    (HidesItsTools, "test_it_follows_the_contract"),
     (RewardsEverything, "test_responses_get_the_rewards_they_deserve"),
     (NeverDone, "test_responses_get_the_rewards_they_deserve"),
     (NoObservation, "test_every_answer_of_an_episode_is_whole"),

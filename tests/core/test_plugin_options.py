@@ -25,7 +25,6 @@ from rl_core.config import (
     origins,
     reference_page,
 )
-from rl_core.config.contract_one import contract_one_config
 from rl_core.config.loading import own_keys
 from rl_core.config.plugin_options import SECTIONS, installed_classes
 from rl_core.config.reference import field_docs
@@ -74,7 +73,6 @@ class Options:
 
 
 class Engine:
-    contract_version = 2
     name = "beam"
     options_class = Options
 
@@ -100,7 +98,6 @@ class GeneratorOptions:
 
 
 class Generator:
-    contract_version = 2
     name = "retrying"
     options_class = GeneratorOptions
 
@@ -156,31 +153,11 @@ class TextEngine(Engine):
 
 text_engine = TextEngine()
 '''
-OLD = """
-class Engine:
-    contract_version = 1
-    name = "old"
-    num_engines_key = None
-    seen = []
-
-    def validate(self, config):
-        self.seen.append(config)
-
-    async def create(self, config):
-        return config
-
-
-engine = Engine()
-
-
-def create_generator(config, client):
-    return config, client
-"""
 
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Installs `rl_beam`, with an engine and a generator as entry points, and `rl_old`, with plug-ins of contract 1."""
+    """Installs `rl_beam`, with an engine and a generator as entry points."""
     site = tmp_path / "site"
     site.mkdir()
     install(
@@ -191,7 +168,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         inference__beam="rl_beam:engine",
         generators__retrying="rl_beam:generator",
     )
-    install(site, monkeypatch, "rl_old", OLD)
     yield
     plugins._installed.cache_clear()
 
@@ -474,40 +450,3 @@ def test_a_generator_can_have_its_own_keys():
         from_mapping({**values, "generator.max_concurrency": 3})
     with pytest.raises(ConfigError, match="episodes of several turns are not played again"):
         check_plugins(from_mapping({**values, "generator.retries": 2, "generator.max_turns": 2}))
-
-
-# --- plug-ins of contract 1 -----------------------------------------------------------------------------------------
-
-
-async def test_an_engine_of_contract_1_gets_the_configuration_with_keys_at_their_old_places():
-    config = config_of(backend="rl_old:engine", tensor_parallel_size=2, served_model_name="me")
-    check_plugins(attrs.evolve(config))
-    plugin, spec = engine_spec(config)
-    plugin.validate(spec)
-    (_, seen) = plugin.engine.seen  # pyright: ignore[reportAttributeAccessIssue]
-    for given in (seen, await plugin.create(spec)):
-        engine: Any = given.generator.inference_engine
-        assert (engine.tensor_parallel_size, engine.served_model_name, engine.hung_after_s) == (2, "me", 60.0)
-        assert (engine.backend, given.policy_model_path) == ("rl_old:engine", "model")
-        assert given.generator.chat_template_kwargs == {}
-    with pytest.raises(ConfigError, match=rf"{ENGINE}\.beam_widht: unknown key"):
-        config_of(backend="rl_old:engine", beam_widht=2)
-
-
-def test_a_generator_of_contract_1_gets_the_configuration_with_keys_at_their_old_places():
-    values = {"trainer.policy.model.path": "model", "generator.type": "rl_old:create_generator"}
-    config = from_mapping({**values, "generator.max_concurrency": 3, f"{ENGINE}.backend": "vllm"})
-    plugin, spec = generator_spec(config)
-    given, client = plugin.create(spec, "client")  # pyright: ignore
-    assert client == "client"
-    assert (given.generator.max_concurrency, given.generator.zero_reward_on_non_stop) == (3, False)
-    assert given.generator.inference_engine.gpu_memory_utilization == 0.8
-    assert given.trainer == config.trainer
-
-
-def test_the_contract_1_configuration_has_all_keys_of_vllm_and_of_the_environment_generator():
-    config = from_mapping({f"{ENGINE}.backend": "vllm"})
-    old: Any = contract_one_config(config).generator
-    for now, then in ((config.generator, old), (config.generator.inference_engine, old.inference_engine)):
-        for key in own_keys(type(now.options)):
-            assert getattr(then, key) == getattr(now.options, key), key

@@ -30,7 +30,7 @@ class Counts:
 class Stored(Counts):
     """A generator whose responses are stored in the rows too. It is also its own plug-in."""
 
-    name, contract_version, needs_no_engine = "stored", 2, True
+    name, needs_no_engine = "stored", True
 
     def validate(self, spec: object) -> None:
         pass

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
 from rl_core.config import from_mapping
 from rl_core.trainer.before.settings import update_settings
 from rl_core.trainer.update.scoring_pass import ScoringPass
-from rl_fsdp import fsdp
 from rl_megatron import megatron
 from tests.core.test_update import FakeGroup, make_batch, policy_settings, update_with
 
@@ -24,7 +22,6 @@ BASE = {
     "generator.n_samples_per_prompt": 2,
     f"{ALGORITHM}.advantage_estimator": "grpo",
 }
-of_version_1, of_version_2 = (attrs.evolve(fsdp, contract_version=version) for version in (1, 2))
 ONE_STEP = {"trainer.policy_mini_batch_size": 8}
 
 
@@ -99,13 +96,6 @@ def test_replaying_routes_of_the_scoring_pass_requires_it():
     options = megatron.options_class(moe_routing_replay_source="scoring", **replay)
     assert megatron.records_routes(options)
     assert not megatron.records_routes(megatron.options_class(**replay))
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_backend_of_an_earlier_contract_requires_the_scoring_pass(version: int):
-    scoring = scoring_of(ONE_STEP | {"trainer.strategy": f"{__name__}:of_version_{version}"})
-    assert scoring.covers_batch
-    assert f"follows version {version} of the backend contract; from version 3 on, no scoring" in scoring.reason
 
 
 async def test_later_mini_batches_are_scored_and_the_first_gives_its_own_log_probs():

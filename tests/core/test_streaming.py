@@ -29,7 +29,6 @@ STREAMED = {
     f"{ALGORITHM}.advantage_estimator": "grpo",
 }
 GAE = {f"{ALGORITHM}.advantage_estimator": "gae"}
-of_version_1 = attrs.evolve(fsdp, contract_version=1)
 
 
 @attrs.frozen
@@ -105,10 +104,6 @@ def test_settings_that_treat_groups_independently_may_be_streamed(changes: dict[
                 *("gae", "reinforce++", "reinforce++_baseline"),
                 *(f"{__name__}:{function.__name__}" for function in (centred_over_the_batch, by_rank)),
             )
-        ),
-        (
-            {"trainer.strategy": f"{__name__}:of_version_1"},
-            r"^trainer\.strategy: .* version 1 .* cannot scale gradients",
         ),
         ({"trainer.strategy": f"{__name__}:with_own_losses"}, r"^trainer\.policy\.fsdp_config: enables auxiliary"),
     ],

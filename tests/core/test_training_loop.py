@@ -7,8 +7,8 @@ from pathlib import Path
 import attrs
 import pytest
 
+from rl_core.interfaces import Control
 from rl_core.tasks import IdleTime
-from rl_core.trainer.callbacks import Control
 from tests.core.loop_checks import EVERYTHING, STALENESS
 from tests.core.scripted_run import EventLog, Play, Script, ScriptedEngine, ScriptedRun, SleepingEngine
 from tests.core.virtual_time import virtual_now

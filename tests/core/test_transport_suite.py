@@ -116,6 +116,12 @@ class ClosesOnlyOnce(MemoryTransport):
 
 
 WHAT_ARRIVES = "test_what_arrives_is_what_was_sent"
+
+
+class SendsForOneRank(MemoryTransport):
+    def sender(self, rendezvous): ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
 WRONG_TRANSPORTS = [
     (FaultyTransport(faulty_sender=LosesABucket), WHAT_ARRIVES),
     (FaultyTransport(faulty_sender=SwapsNames), WHAT_ARRIVES),
@@ -127,12 +133,12 @@ WRONG_TRANSPORTS = [
         MemoryTransport(receiver=f"{HERE}:WaitsForOneRankOnly"),
         "test_a_sync_that_is_closed_ends_an_engine_that_waits_for_a_missing_rank",
     ),
-    (MemoryTransport(contract_version=99), "test_it_follows_this_version_of_the_contract"),
+    (SendsForOneRank(), "test_it_follows_the_contract"),
     (NotPlainData(), "test_the_rendezvous_is_plain_data"),
     (ClosesOnlyOnce(), "test_syncs_follow_each_other_also_after_one_that_failed"),
 ]
 OTHER_ERRORS = {
-    "test_it_follows_this_version_of_the_contract": (PluginError, "for version 99 of its contract"),
+    "test_it_follows_the_contract": (PluginError, r"cannot be called as sender\(rendezvous, rank, world_size\)"),
     "test_the_rendezvous_is_plain_data": (TypeError, "not JSON serializable"),
     "test_syncs_follow_each_other_also_after_one_that_failed": (KeyError, r"^\d+$"),
 }

@@ -70,7 +70,7 @@ def test_a_model_whose_name_is_too_long_has_no_readable_configuration():
 
 WITHOUT_RIGHTS = """
 import os, sys
-import rl_core.config.contract_one, rl_core.config.file_checks, rl_core.config.function_params, rl_core.data_sets
+import rl_core.config.file_checks, rl_core.config.function_params, rl_core.data_sets
 import rl_core.rank_kit.model_shapes, rl_core.trainer.before.data
 from rl_core.config import from_mapping
 from rl_core.config.file_checks import check_files

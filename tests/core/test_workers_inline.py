@@ -14,7 +14,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, DeadlineError, ForeignCodeError, PluginError, WorkerError
-from rl_core.interfaces import LossSpec, ModelConfig, OptimizerUpdate, RankInfo, WorkerSpec
+from rl_core.interfaces import LossSpec, ModelConfig, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
@@ -29,7 +29,7 @@ class RecordedWorker:
         self.plan: Any = None
         self.columns: list[str] = []
 
-    def forward(self, batch: Batch, plan: Any, *, temperature: float) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch, plan: Any, *, temperature: float, returns: Any = None) -> dict[str, torch.Tensor]:
         self.threads.append(threading.get_ident())
         self.plan, self.columns = plan, list(batch)
         if self.fault == "raise":
@@ -55,7 +55,7 @@ class RecordedWorker:
             return {"loss": (1.0, 1.0), "ratio": 1.0}
         return {"ratio": (5.0, 5.0)}
 
-    def optim_step(self) -> Any:
+    def optim_step(self, update: Any = None) -> Any:
         return 0.5
 
     def close(self) -> None:
@@ -68,7 +68,6 @@ class RecordedBackend:
 
     worker: RecordedWorker
     name: str = "recorded"
-    contract_version: int = 2
     config_section: str = ""
     options_class: type = object
 
@@ -128,17 +127,6 @@ async def test_the_error_about_a_long_sequence_names_it_even_if_prefixes_are_sha
     try:
         with pytest.raises(ConfigError, match=r"sequence 2 has 60 tokens, .* is 55; 1 of 3 sequences exceed it"):
             await group.forward(batch, MicroBatchLimits(max_tokens=55), temperature=1.0)
-    finally:
-        await group.close()
-
-
-async def test_the_error_for_a_call_newer_than_the_backend_names_both_versions():
-    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker(), contract_version=1), SPEC, timeout_s=200.0)
-    try:
-        with pytest.raises(
-            ConfigError, match=r"^optim_step\(update\) needs version 2 .* 'recorded' follows version 1 "
-        ):
-            await group.optim_step(OptimizerUpdate(learning_rate=1e-3))
     finally:
         await group.close()
 

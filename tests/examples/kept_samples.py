@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_core.interfaces import Trajectory
-from rl_core.trainer.callbacks import Callback
+from rl_core.interfaces import Callback, Trajectory
 
 SAMPLES: list[Trajectory] = []
 

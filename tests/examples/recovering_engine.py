@@ -70,7 +70,6 @@ class RecoveringClient:
 
 
 class RecoveringPlugin:
-    contract_version = 2
     name = "recovering"
 
     def validate(self, spec: EngineSpec) -> None:

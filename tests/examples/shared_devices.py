@@ -44,7 +44,6 @@ class SleepingEngine(ReferenceEngine):
 
 @attrs.frozen
 class SleepingEnginePlugin:
-    contract_version: int = 2
     name: str = "sleeping"
 
     def validate(self, spec: EngineSpec) -> None:

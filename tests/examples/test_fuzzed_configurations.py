@@ -20,9 +20,8 @@ import pytest
 from rl_core.config import Config, load
 from rl_core.config.loading import hints, own_keys
 from rl_core.errors import RLError
-from rl_core.interfaces import Action, Environment, Prompt, StepResult
+from rl_core.interfaces import Action, Callback, Control, Environment, Prompt, StepResult
 from rl_core.trainer.before.preflight import preflight
-from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
 from rl_deepspeed.options import DeepSpeedOptions
 from rl_fsdp.options import FsdpOptions

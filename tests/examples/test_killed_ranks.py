@@ -15,7 +15,7 @@ import ray
 import rl_core.rank_kit.scoring.state
 from rl_core.config import Config
 from rl_core.errors import WorkerError
-from rl_core.trainer.callbacks import Callback, Control
+from rl_core.interfaces import Callback, Control
 from rl_core.trainer.run import run_training
 from tests.examples.child_output import exit_code_of
 from tests.examples.test_resume import BuildConfig, require_same_run, train_in_child, without_times

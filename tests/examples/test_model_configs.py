@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import ConfigError, PluginError
-from rl_core.plugins import fitted
+from rl_core.plugins import require_plugin
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape
 from rl_core.rank_kit.shipped_configs import known_config, shipped_config
 from rl_examples.model_configs import directory
@@ -115,6 +115,6 @@ def test_a_local_directory_is_never_taken_for_a_shipped_model(tmp_path: Path, mo
 
 def test_a_package_that_ships_something_else_is_refused(tmp_path: Path):
     with pytest.raises(PluginError, match="is not a directory"):
-        fitted("rl_core.model_configs", tmp_path / "missing", "theirs")
+        require_plugin("rl_core.model_configs", tmp_path / "missing", "theirs")
     with pytest.raises(PluginError, match=r"Expected a pathlib\.Path"):
-        fitted("rl_core.model_configs", "somewhere", "theirs")
+        require_plugin("rl_core.model_configs", "somewhere", "theirs")

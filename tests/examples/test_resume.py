@@ -18,10 +18,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rl_core.config import Config
-from rl_core.interfaces import Trajectory
+from rl_core.interfaces import Callback, Control, Trajectory
 from rl_core.reports.jsonl import read_rows
 from rl_core.reports.trackers import JsonlTracker
-from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.loop import interrupts
 from rl_core.trainer.run import run_training
 from rl_core.trainer.state.checkpoint import complete_checkpoints

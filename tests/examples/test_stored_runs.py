@@ -21,12 +21,11 @@ import torch
 
 from rl_core.config import Config
 from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, StorageError, WeightSyncError
-from rl_core.interfaces import Action, Row, StepResult
+from rl_core.interfaces import Action, Callback, Row, StepResult
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.stored_files import is_disk_full
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.before.preflight import preflight
-from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.loop.interrupts import Interrupts
 from rl_core.trainer.run import run_generation, run_training
 from rl_core.trainer.state.checkpoint import list_checkpoints

@@ -19,8 +19,8 @@ import pytest
 from rl_core.cli import main
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import ConfigError
+from rl_core.interfaces import Callback
 from rl_core.reports.jsonl import read_rows
-from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.run import run_training
 from rl_core.trainer.state import run_lock
 

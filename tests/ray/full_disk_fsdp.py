@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import CONTRACT_VERSION, Manifest, RankInfo, Rendezvous, WeightBucket, Worker, WorkerSpec
+from rl_core.interfaces import Manifest, RankInfo, Rendezvous, WeightBucket, Worker, WorkerSpec
 from rl_fsdp.backend import FsdpBackend
 
 
@@ -44,7 +44,6 @@ def _fails_if_full(write: Callable[..., Any]) -> Callable[..., Any]:
 class FullTransport:
     """A weight transport that is out of disk space at the first bucket of version 1. It discards other versions."""
 
-    contract_version = CONTRACT_VERSION
     name = f"{__name__}:transport"
     is_staged = True
 

@@ -68,7 +68,6 @@ class GlooBackend:
     """The backend of `GlooWorker`."""
 
     name: str = "gloo"
-    contract_version: int = 1
     config_section: str = "gloo_config"
     options_class: type = GlooOptions
 
@@ -120,14 +119,16 @@ class GlooWorker:
         address = f"tcp://{rank.master_address}:{rank.master_port}"
         dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
 
-    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float, returns: Any = None) -> dict[str, Tensor]:
         self._fail_in("forward")
         time.sleep(self.options.delay_s)
         self._require_same_number_of(plan)
         logprobs_T = batch["tokens"] * self.weight + temperature
         return {"logprobs": logprobs_T, "entropies": torch.full_like(logprobs_T, float(self.rank.rank))}
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Any = ()
+    ) -> Metrics:
         self._require_same_number_of(plan)
         computed = [batch.select(list(micro_batch)) for micro_batch in plan if micro_batch]
         gradient = sum(float((part["loss_weights"] * part["tokens"]).sum()) for part in computed)
@@ -136,7 +137,7 @@ class GlooWorker:
         self.gradient += self._total(gradient) / replicas
         return {"loss": (gradient, 1.0), "tokens": (float(sum(part.num_tokens for part in computed)), 1.0)}
 
-    def optim_step(self) -> OptimizerStep:
+    def optim_step(self, update: Any = None) -> OptimizerStep:
         self._total(0.0)  # waits until all ranks are in this call; only then may one fail
         self._fail_in("optim_step")
         self._total(0.0)
@@ -261,7 +262,6 @@ def mapped_file(tensor: Tensor) -> str:
 class NothingTransport:
     """A weight transport that sends nothing; ranks return only their manifests."""
 
-    contract_version = 1
     name = f"{__name__}:transport"
     is_staged = True
 

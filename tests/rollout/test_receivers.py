@@ -11,7 +11,7 @@ TRANSPORT = """
 print("imported")
 
 class Transport:
-    contract_version, name, is_staged, receiver = 1, "{name}", True, "{name}:Receiver"
+    name, is_staged, receiver = "{name}", True, "{name}:Receiver"
 
     def open(self, *, num_ranks, num_engines): ...
     def sender(self, rendezvous, rank, world_size): ...

@@ -20,8 +20,7 @@ def test_the_public_names_are_those_of_the_listing():
     )
     assert not difference, (
         f"{difference}\nIf this is meant, run `make public-api` and commit tests/workspace/public_api.txt; "
-        "removing a name or changing its meaning needs a new version; a change that plug-ins must follow needs a "
-        "new contract version (docs/plugins.md, CONTRACTS)."
+        "removing a name or changing its meaning needs a new version."
     )
 
 

@@ -14,7 +14,7 @@ import attrs
 import psutil
 import torch
 
-from rl_core.interfaces import CONTRACT_VERSION, Rendezvous, WeightBucket
+from rl_core.interfaces import Rendezvous, WeightBucket
 from rl_rollout.transports.files import FilesReceiver, FilesSender, FilesTransport
 from rl_rollout.vllm import fixes
 
@@ -27,7 +27,6 @@ _repack_tied_heads_on_cpu = fixes.repack_tied_heads_on_cpu
 class OtherTransport:
     """The `files` transport with another receiver, and without the attribute that names a receiver."""
 
-    contract_version: int = CONTRACT_VERSION
     name: str = f"{__name__}:other"
     is_staged: bool = True
     fault: Fault | None = None

@@ -48,7 +48,6 @@ class Closable:
     """A transport that transfers nothing: ranks and engines wait until it is closed."""
 
     name = "closable"
-    contract_version = 1
 
     def __init__(self, *, is_staged: bool = False) -> None:
         self.is_staged = is_staged

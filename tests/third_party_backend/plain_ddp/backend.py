@@ -26,7 +26,6 @@ class PlainDdpBackend:
     """A training backend in which every rank has the whole model and computes its part of the batch."""
 
     name: str = "plain_ddp"
-    contract_version: int = 2
     config_section: str = "plain_ddp_config"
     options_class: type = PlainDdpOptions
 

@@ -58,8 +58,11 @@ class PlainDdpWorker:
                 self.model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay
             )
 
-    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
-        """Scores of this rank's part of the stream."""
+    def forward(
+        self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Scores of this rank's part of the stream. Computes both, because one of them costs as much."""
+        require_scores(returns or (), ("logprobs", "entropies"), self.spec.role)
         scores = {name: torch.zeros(batch.num_tokens) for name in ("logprobs", "entropies")}
         with torch.no_grad():
             for sequences in filter(len, plan):
@@ -68,7 +71,7 @@ class PlainDdpWorker:
                     scores.values(), self._score(batch.select(sequences), temperature), strict=True
                 ):
                     column_T[positions] = part_T
-        return scores
+        return {name: scores[name] for name in (scores if returns is None else returns)}
 
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()

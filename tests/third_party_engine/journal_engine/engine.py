@@ -37,7 +37,6 @@ class JournalOptions:
 class JournalPlugin:
     """The plug-in of the local engine with a journal; implements `InferencePlugin`."""
 
-    contract_version: int = 2
     name: str = "journal"
     options_class: type = JournalOptions
 

@@ -42,7 +42,6 @@ class ShortGenerator:
 class ShortPlugin:
     """The plug-in of this generator; implements `GeneratorPlugin`."""
 
-    contract_version: int = 2
     name: str = "short"
     options_class: type = ShortOptions
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rl_core import moved_modules
-
 if TYPE_CHECKING:
     from rl_core.batch import Batch
     from rl_core.config.tree import Config
     from rl_core.errors import RLError
     from rl_core.interfaces import (
-        CONTRACT_VERSION,
         Backend,
         Environment,
         Generator,
@@ -36,7 +33,6 @@ _MODULES = {
     "Config": "rl_core.config.tree",
     "run_training": "rl_core.trainer.run",
     "WorkerGroup": "rl_core.workers.group",
-    "CONTRACT_VERSION": "rl_core.interfaces",
     "Backend": "rl_core.interfaces",
     "Worker": "rl_core.interfaces",
     "InferencePlugin": "rl_core.interfaces",
@@ -53,7 +49,6 @@ __all__ = [
     "Config",
     "run_training",
     "WorkerGroup",
-    "CONTRACT_VERSION",
     "Backend",
     "Worker",
     "InferencePlugin",
@@ -65,8 +60,6 @@ __all__ = [
     "Recipe",
     "RLError",
 ]
-
-moved_modules.install()
 
 
 def __getattr__(name: str) -> Any:

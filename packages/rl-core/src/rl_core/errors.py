@@ -67,8 +67,7 @@ class ShapeError(RLError, ValueError):
 
 
 class PluginError(RLError, LookupError):
-    """A plug-in that is not installed, cannot be imported, does not fulfil its contract, or follows a contract version
-    that is not accepted."""
+    """A plug-in that is not installed, cannot be imported, or does not fulfil its contract."""
 
 
 class CheckpointError(RLError, OSError):

@@ -1,18 +1,15 @@
-"""Finds plug-ins by entry point. Listing plug-ins does not import them. A selected plug-in is imported, checked and, if
-needed, adapted to the current contract.
+"""Finds plug-ins by entry point. Listing plug-ins does not import them. A selected plug-in is imported and checked.
 
 Any plug-in except a command may also be named as `package.module:object`, so a user's own loss or environment needs no
-package. In both cases, this module checks the kind of object (`rl_core.seams`) and the contract version for which it
-was written (`CONTRACTS`).
+package. In both cases, this module checks that it is the right kind of object (`rl_core.seams`).
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +17,20 @@ import attrs
 
 from rl_core.errors import PluginError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
-from rl_core.interfaces import CONTRACTS, Contract, as_environment
+from rl_core.interfaces import as_environment
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
 from rl_core.stored_files import is_found
 
 __all__ = [
     "GROUPS",
     "Plugin",
-    "fitted",
     "import_object",
     "installed",
     "load",
     "load_function",
     "load_preparation",
     "load_receiver",
+    "require_plugin",
 ]
 GROUPS = {group: seam.plural for group, seam in SEAMS.items()} | {"rl_core.commands": "commands"}
 _NAMES = {
@@ -62,8 +59,8 @@ _PACKAGES = {(group, name): package for (package, group), names in _NAMES.items(
 """(group, name) → the package of this project that has the plug-in."""
 
 
-_FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
-"""(group, name) → (plug-in, result of `fitted` for it). A cache, because environments are loaded for every row."""
+_CHECKED: dict[tuple[str, str], Any] = {}
+"""(group, name) → the plug-in that was checked. A cache, because environments are loaded for every row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -104,7 +101,7 @@ def installed(group: str) -> list[Plugin]:
 
 
 def load(group: str, name: str, *, key: str | None = None) -> Any:
-    """Imports a plug-in, checks it and, if it was written for an earlier version of the contract, adapts it.
+    """Imports a plug-in and checks it.
 
     Args:
         group: one of `GROUPS`, except `rl_core.commands`.
@@ -113,21 +110,13 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
 
     Raises:
         PluginError: no plug-in or several plug-ins of that name are installed, its import failed (the import error is
-            the cause), it is not the right kind of object, or its contract version is not accepted.
+            the cause), or it is not the right kind of object.
     """
     found = import_object(name, key) if ":" in name else _entry_point_object(group, name, key)
-    if group == "rl_core.weight_transports" and key is None and _is_receiver(found):
-        return found
-    before = _FITTED.get((group, name))
-    if before is None or before[0] is not found:
-        before = _FITTED[group, name] = (found, fitted(group, found, name, key))
-    return as_environment(found) if group == "rl_core.environments" else before[1]
-
-
-def _is_receiver(found: Any) -> bool:
-    """Whether the object is a weight receiver. Engines of contract version 1 load receivers with `load`, later ones
-    with `load_receiver`."""
-    return inspect.isclass(found) and RECEIVER.problem(found, None) is None
+    if _CHECKED.get((group, name)) is not found:
+        require_plugin(group, found, name, key)
+        _CHECKED[group, name] = found
+    return as_environment(found) if group == "rl_core.environments" else found
 
 
 def _import_problem(error: BaseException, module: str) -> str:
@@ -184,89 +173,27 @@ def _entry_point_object(group: str, name: str, key: str | None) -> Any:
         raise PluginError(f"the plug-in {name!r} ({entry.value}) could not be imported: {reason}", key=key) from error
 
 
-def fitted(group: str, plugin: Any, name: str, key: str | None = None) -> Any:
-    """Checks a plug-in, and adapts it if it was written for an earlier version of the contract. Returns the result.
+def require_plugin(group: str, plugin: Any, name: str, key: str | None = None) -> None:
+    """Checks that a plug-in is the right kind of object.
 
     Args:
         name: an entry point's name or an import path, for messages.
         key: as in `load`.
 
     Raises:
-        PluginError: the plug-in is not the right kind of object, or its contract version is not accepted.
+        PluginError: it is not.
     """
-    seam, contract = SEAMS[group], CONTRACTS.get(group)
-    if contract is None:
-        _require(seam, plugin, name, key)
-        return plugin
-    stated = getattr(plugin, "contract_version", contract.unstated)
-    if type(stated) is not int:  # an object of the wrong kind, such as a class, is reported first
-        _require(seam, plugin, name, key, contract.oldest)
-    problem = _version_problem(contract, stated)
-    if stated is None or problem is not None:
-        raise PluginError(
-            f"{name!r}, {seam.singular}{_origin(group, name)}, {problem}: docs/plugins.md#contract-versions "
-            "says what each version changed",
-            key=key,
-        )
-    _require(seam, plugin, name, key, stated)
-    return _adapted(seam, contract, stated, plugin, name, key)
+    _require(SEAMS[group], plugin, name, key)
 
 
-def _version_problem(contract: Contract, stated: Any) -> str | None:
-    """Says why the stated version is not accepted, and what the user should do; None if the version is accepted."""
-    number = f"was written for version {stated} of its contract"
-    remedy = "Set contract_version to the version that the plug-in was written for"
-    if stated is None:
-        number = "states no contract_version"
-    elif type(stated) is not int:
-        number = f"states contract_version = {stated!r}, not a whole number"
-    elif stated > contract.current:
-        remedy = "Install a newer rl-core, or change the plug-in"
-    elif stated < contract.oldest:
-        remedy = "Install a newer version of the plug-in, or change the plug-in"
-    else:
-        return None
-    accepted = f"{contract.oldest} to {contract.current}" if contract.oldest < contract.current else contract.current
-    return f"{number}; {_with_version('rl-core')} accepts version {accepted}. {remedy}"
-
-
-def _require(seam: Seam, plugin: Any, name: str, key: str | None, contract_version: int | None = None) -> None:
-    problem = seam.problem(plugin, contract_version)
+def _require(seam: Seam, plugin: Any, name: str, key: str | None) -> None:
+    problem = seam.problem(plugin)
     if problem is not None:
         raise PluginError(f"{name!r} is not {seam.singular}: {problem}. Expected {seam.expected}", key=key)
 
 
-def _adapted(seam: Seam, contract: Contract, stated: int, plugin: Any, name: str, key: str | None) -> Any:
-    paths = [contract.adapters[number] for number in range(stated, contract.current) if number in contract.adapters]
-    for path in paths:
-        plugin = import_object(path)(plugin)
-    if paths:
-        _require(seam, plugin, name, key, contract.current)
-    return plugin
-
-
-def _origin(group: str, name: str) -> str:
-    """The plug-in's origin, for messages: ` of my-package 1.0`, or its module if no package installed it. Empty for an
-    unknown name."""
-    entry, *_ = _installed(group).get(name, (None,))
-    if entry is not None and entry.dist is not None:
-        return f" of {entry.dist.name} {entry.dist.version}"
-    module, colon, _ = (entry.value if entry is not None else name).partition(":")
-    packages = packages_distributions().get(module.partition(".")[0], [])
-    if packages:
-        return f" of {_with_version(packages[0])}"
-    return f" in {module}" if colon else ""
-
-
 def _package_of(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?"
-
-
-def _with_version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:  # a source tree on the path
-        return package
 
 
 def load_receiver(path: str) -> Any:

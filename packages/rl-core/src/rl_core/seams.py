@@ -19,12 +19,9 @@ import attrs
 from rl_core.errors import PluginError, nearest
 from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import (
-    CONTRACTS,
     Backend,
     Callback,
     Environment,
-    Generator,
-    GeneratorFactory,
     GeneratorPlugin,
     InferencePlugin,
     Recipe,
@@ -49,21 +46,19 @@ class Seam:
     """The name of one such object, with its article."""
     expected: str
     """Description of a valid object, for messages."""
-    problem: Callable[[Any, int | None], str | None]
-    """(object, contract version that it was written for) → why it is not valid; None if it is."""
+    problem: Callable[[Any], str | None]
+    """Why an object is not valid; None if it is."""
 
 
-def _of_object(group: str, contract: type, found: Any, version: int | None) -> str | None:
+def _of_object(contract: type, found: Any) -> str | None:
     """Why an object does not fulfil the contract; None if it does."""
     if inspect.isclass(found):
         return f"it is the class {found.__name__}, not an instance of it"
-    expected, with_optional = _expected(group, contract, version)
-    return _lacks(found, expected) or _first(
-        _member_problem(found, name, member, with_optional=with_optional) for name, member in expected.items()
-    )
+    expected = members(contract)
+    return _lacks(found, expected) or _first(_member_problem(found, name, member) for name, member in expected.items())
 
 
-def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
+def _of_factory(call: type, made: type, found: Any) -> str | None:
     """Why an object is not a factory of objects that fulfil the contract `made`; None if it is one."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
@@ -71,23 +66,14 @@ def _of_factory(group: str, call: type, made: type, found: Any, version: int | N
         return f"{found.__name__} is abstract, so it cannot be instantiated"
     if not _can_be_read(found):
         return f"the parameters of {_described(found)} cannot be inspected; wrap it in a function"
-    expected, with_optional = _expected(group, made, version)
     problem = call_problem(_name(found), vars(call)["__call__"], found)
     product = _product_class(found)
     if problem or product is None:
         return problem
-    return _class_problem(product, expected, with_optional=with_optional)
+    return _class_problem(product, members(made))
 
 
-def _of_generator(found: Any, version: int | None) -> str | None:
-    """Why an object is not a generator plug-in; None if it is one. In version 1, a plug-in is a callable that creates
-    generators; later, it is an object."""
-    if version == 1:
-        return _of_factory("rl_core.generators", GeneratorFactory, Generator, found, version)
-    return _of_object("rl_core.generators", GeneratorPlugin, found, version)
-
-
-def _of_environment(found: Any, version: int | None) -> str | None:
+def _of_environment(found: Any) -> str | None:
     if not inspect.isclass(found):
         return f"it is {_described(found)}"
     try:
@@ -97,22 +83,22 @@ def _of_environment(found: Any, version: int | None) -> str | None:
     return (
         _lacks_required(found, adapted)
         or call_problem(found.__name__, Environment.__init__, found)
-        or _class_problem(adapted, members(Environment), with_optional=True)
+        or _class_problem(adapted, members(Environment))
         or _unflagged(adapted, Environment, {"tools": "offers_tools", "structural_tag": "forces_responses"})
     )
 
 
-def _of_callback(found: Any, version: int | None) -> str | None:
+def _of_callback(found: Any) -> str | None:
     if not (inspect.isclass(found) and issubclass(found, Callback)):
         return f"it is {_described(found)}"
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         return f"{found.__name__} cannot be created without arguments: {error}"
-    return _class_problem(found, members(Callback), with_optional=True)
+    return _class_problem(found, members(Callback))
 
 
-def _of_loss(found: Any, version: int | None) -> str | None:
+def _of_loss(found: Any) -> str | None:
     from rl_core.algorithms.loss_parameters import require_loss_parameters  # imports torch, as losses do
 
     problem = _of_function(found)
@@ -124,7 +110,7 @@ def _of_loss(found: Any, version: int | None) -> str | None:
     return problem
 
 
-def _of_estimator(found: Any, version: int | None) -> str | None:
+def _of_estimator(found: Any) -> str | None:
     from rl_core.algorithms.advantages import ESTIMATOR_COLUMNS  # imports torch, as estimators do
 
     problem = _of_function(found)
@@ -147,17 +133,17 @@ def _of_function(found: Any) -> str | None:
     return None if reads_any else f"{_described(found)} has no positional parameter, so it reads no column"
 
 
-def _of_recipe(found: Any, version: int | None) -> str | None:
+def _of_recipe(found: Any) -> str | None:
     return None if isinstance(found, Recipe) or _takes_nothing(found) else f"it is {_described(found)}"
 
 
-def _of_directory(found: Any, version: int | None) -> str | None:
+def _of_directory(found: Any) -> str | None:
     if not isinstance(found, Path):
         return f"it is {_described(found)}"
     return None if found.is_dir() else f"{found} is not a directory"
 
 
-def _of_preparation(found: Any, version: int | None) -> str | None:
+def _of_preparation(found: Any) -> str | None:
     return call_problem(_name(found), _prepare, found) if callable(found) else f"it is {_described(found)}"
 
 
@@ -165,13 +151,13 @@ def _prepare(self: None, config: Any) -> None:
     """Has the signature of a recipe's `prepare`, preceded by the `self` that `call_problem` skips."""
 
 
-def _of_receiver(found: Any, version: int | None) -> str | None:
+def _of_receiver(found: Any) -> str | None:
     if not callable(found):
         return f"it is {_described(found)}"
     problem, product = call_problem(_name(found), _build_receiver, found), _product_class(found)
     if problem or product is None:
         return problem
-    return _class_problem(product, members(WeightReceiver), with_optional=True)
+    return _class_problem(product, members(WeightReceiver))
 
 
 def _build_receiver(self: None, rendezvous: Any) -> None:
@@ -183,25 +169,25 @@ SEAMS: Mapping[str, Seam] = {
         plural="training backends",
         singular="a training backend",
         expected="an object that fulfils rl_core.interfaces.Backend",
-        problem=partial(_of_object, "rl_core.backends", Backend),
+        problem=partial(_of_object, Backend),
     ),
     "rl_core.inference": Seam(
         plural="inference engines",
         singular="an inference engine",
         expected="an object that fulfils rl_core.interfaces.InferencePlugin",
-        problem=partial(_of_object, "rl_core.inference", InferencePlugin),
+        problem=partial(_of_object, InferencePlugin),
     ),
     "rl_core.weight_transports": Seam(
         plural="weight transports",
         singular="a weight transport",
         expected="an object that fulfils rl_core.interfaces.WeightTransport",
-        problem=partial(_of_object, "rl_core.weight_transports", WeightTransport),
+        problem=partial(_of_object, WeightTransport),
     ),
     "rl_core.generators": Seam(
         plural="generators",
         singular="a generator",
         expected="an object that fulfils rl_core.interfaces.GeneratorPlugin",
-        problem=_of_generator,
+        problem=partial(_of_object, GeneratorPlugin),
     ),
     "rl_core.environments": Seam(
         plural="environments",
@@ -225,7 +211,7 @@ SEAMS: Mapping[str, Seam] = {
         plural="trackers",
         singular="a tracker",
         expected="a class or function (config, run_dir, *, total_steps, first_step) → rl_core.interfaces.Tracker",
-        problem=partial(_of_factory, "rl_core.trackers", TrackerFactory, Tracker),
+        problem=partial(_of_factory, TrackerFactory, Tracker),
     ),
     "rl_core.callbacks": Seam(
         plural="callbacks",
@@ -263,17 +249,12 @@ RECEIVER = Seam(
 
 
 def members(contract: type) -> dict[str, Any]:
-    """Name → method or property of a Protocol or class. Inherited members come first.
-
-    `contract_version` is left out, because it is checked before all members.
-    """
+    """Name → method or property of a Protocol or class. Inherited members come first."""
     bases = [base for base in reversed(contract.__mro__) if base.__module__ not in ("builtins", "typing")]
-    found = {name: member for base in bases for name, member in vars(base).items() if not name.startswith("_")}
-    found.pop("contract_version", None)
-    return found
+    return {name: member for base in bases for name, member in vars(base).items() if not name.startswith("_")}
 
 
-def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_optional: bool = True) -> str | None:
+def call_problem(name: str, expected: Callable[..., Any], actual: Any) -> str | None:
     """Why `actual` cannot be called with the parameters of the contract's method `expected`. None if it can, or if the
     parameters of `actual` cannot be inspected.
 
@@ -282,10 +263,8 @@ def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_o
     Args:
         expected: a method, whose first parameter is `self`.
         actual: a bound method, a function, a class or another callable.
-        with_optional: also require the parameters that have a default in the contract.
     """
-    parameters = list(inspect.signature(expected).parameters.values())[1:]
-    passed = [p for p in parameters if with_optional or p.default is p.empty]
+    passed = list(inspect.signature(expected).parameters.values())[1:]
     by_name = [p.name for p in passed if p.kind is p.KEYWORD_ONLY]
     by_position = [p.name for p in passed if p.kind is not p.KEYWORD_ONLY]
     try:
@@ -311,16 +290,7 @@ def _takes_nothing(found: Any) -> bool:
     return True
 
 
-def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str, Any], bool]:
-    """The members that a plug-in of this contract version must have, and whether its methods must also accept the
-    contract's optional parameters. Leaves out members that a later version added."""
-    versions = CONTRACTS[group]
-    later = {name for name, since in versions.added.items() if version is not None and version < since}
-    expected = {name: member for name, member in members(contract).items() if name not in later}
-    return expected, version == versions.current
-
-
-def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool) -> str | None:
+def _member_problem(found: Any, name: str, expected: Any) -> str | None:
     """Why one member of an object does not fulfil the contract; None if it does."""
     actual = getattr(found, name)
     if isinstance(expected, property):
@@ -328,22 +298,22 @@ def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool
         return None if _is_of(actual, expected) else f"its {name} is {actual!r:.60}, expected {declared}"
     if not callable(actual):
         return f"its {name} is {actual!r:.60}, expected a method"
-    return call_problem(name, expected, actual, with_optional=with_optional)
+    return call_problem(name, expected, actual)
 
 
-def _class_problem(found: type, expected: Mapping[str, Any], *, with_optional: bool) -> str | None:
+def _class_problem(found: type, expected: Mapping[str, Any]) -> str | None:
     """Says which of these methods a class lacks, or why one of them cannot be called as the contract says. None if all
     can be called. Other members are not checked, because `__init__` may set them."""
     methods = {name: member for name, member in expected.items() if inspect.isfunction(member)}
     return _lacks(found, methods) or _first(
-        _class_method_problem(found, name, method, with_optional=with_optional) for name, method in methods.items()
+        _class_method_problem(found, name, method) for name, method in methods.items()
     )
 
 
-def _class_method_problem(found: type, name: str, expected: Callable[..., Any], *, with_optional: bool) -> str | None:
+def _class_method_problem(found: type, name: str, expected: Callable[..., Any]) -> str | None:
     actual = inspect.getattr_static(found, name)
     if inspect.isfunction(actual):
-        return call_problem(name, expected, actual.__get__(object()), with_optional=with_optional)
+        return call_problem(name, expected, actual.__get__(object()))
     return None if callable(getattr(found, name)) else f"its {name} is {actual!r:.60}, expected a method"
 
 

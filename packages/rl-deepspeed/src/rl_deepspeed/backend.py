@@ -23,7 +23,6 @@ class DeepSpeedBackend:
     adapters."""
 
     name: str = "deepspeed"
-    contract_version: int = 3
     replays_kept_tokens: bool = True
     config_section: str = "deepspeed_config"
     options_class: type = DeepSpeedOptions

@@ -22,7 +22,6 @@ class FsdpBackend:
     """Trains Hugging Face causal language models (all weights or only LoRA adapters) and critics built from them."""
 
     name: str = "fsdp"
-    contract_version: int = 3
     replays_kept_tokens: bool = True
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions

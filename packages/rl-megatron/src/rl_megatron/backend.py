@@ -29,7 +29,6 @@ class MegatronBackend:
     """Trains causal language models that Megatron-Bridge converts, and critics built from them."""
 
     name: str = "megatron"
-    contract_version: int = 3
     replays_kept_tokens: bool = True
     config_section: str = "megatron_config"
     options_class: type = MegatronOptions

@@ -16,7 +16,6 @@ from rl_rollout.reward_functions import RewardFunctionsEnvironment, require_func
 class EnvironmentGeneratorPlugin:
     """Implements `GeneratorPlugin` for `EnvironmentGenerator`."""
 
-    contract_version: int = 2
     name: str = "environment"
     options_class: type = EnvironmentGeneratorOptions
 
@@ -48,7 +47,6 @@ environment = EnvironmentGeneratorPlugin()
 class DatasetGeneratorPlugin:
     """Implements `GeneratorPlugin` for `DatasetGenerator`."""
 
-    contract_version: int = 2
     name: str = "dataset"
     options_class: type = DatasetGeneratorOptions
     needs_no_engine: bool = True

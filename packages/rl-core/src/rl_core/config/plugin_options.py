@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
-from rl_core.config.contract_one import KEYS, is_of_contract_one
 from rl_core.config.layers import ConfigWarning, mapping_layer, merge, nested, plain
 from rl_core.config.loading import LEFT_OUT, PluginKeys, hints, known_paths, load_class, own_keys, unknown_key
 from rl_core.config.tree import Config, GeneratorConfig, InferenceEngineConfig
@@ -59,8 +58,6 @@ def options_class(section: Section, name: str) -> type | None:
     """
     key = f"{section.path}.{section.field}"
     plugin = plugins.load(section.group, name, key=key)
-    if is_of_contract_one(plugin):
-        return KEYS[section.group]
     cls = getattr(plugin, "options_class", None)
     if cls is not None:
         _require_usable(cls, section, name, key)
@@ -192,10 +189,8 @@ def _section_of(node: Any) -> Section:
 
 
 def installed_classes(section: Section) -> list[tuple[str, type]]:
-    """Installed plug-ins that declare keys in a section, in the order of their names, without broken ones. Plug-ins of
-    contract 1 are last, because it is not known which keys they read."""
-    found = [(name, cls) for name, cls in _examined(section) if isinstance(cls, type)]
-    return sorted(found, key=lambda entry: entry[1] is KEYS[section.group])
+    """Installed plug-ins that declare keys in a section, in the order of their names, without broken ones."""
+    return [(name, cls) for name, cls in _examined(section) if isinstance(cls, type)]
 
 
 def _broken(section: Section) -> list[PluginError]:

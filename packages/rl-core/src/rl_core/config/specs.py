@@ -9,7 +9,6 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config import plugin_options
-from rl_core.config.contract_one import adapted_engine, adapted_generator, is_of_contract_one
 from rl_core.config.tree import Config, EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.interfaces import (
@@ -56,7 +55,7 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
         request_timeout_s=trainer.generation_timeout_s,
         run_dir=config.run_dir,
     )
-    return adapted_engine(plugin, config), spec
+    return plugin, spec
 
 
 def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] | None:
@@ -64,15 +63,13 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
 
     Raises:
         PluginError: the plug-in is not installed.
-        ConfigError: the plug-in follows version 1 of the contract, or an option is unknown or has the wrong type.
+        ConfigError: an option is unknown or has the wrong type.
     """
     reference = config.trainer.ref
     if reference.inference_backend is None:
         return None
     name, key = reference.inference_backend, "trainer.ref.inference_backend"
     plugin = plugins.load(_ENGINE.group, name, key=key)
-    if is_of_contract_one(plugin):
-        raise ConfigError(f"{name!r} follows version 1 of the engine contract; a reference needs version 2", key=key)
     _, policy = engine_spec(config)
     spec = attrs.evolve(
         policy,
@@ -118,7 +115,7 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
         eval_num_samples=generator.eval_n_samples_per_prompt,
         add_special_tokens=config.data.add_special_tokens,
     )
-    return adapted_generator(plugin, config), spec
+    return plugin, spec
 
 
 def needs_engine(config: Config) -> bool:

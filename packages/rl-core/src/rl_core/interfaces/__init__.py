@@ -23,7 +23,6 @@ its own options: `WorkerSpec`, `EngineSpec`, `GeneratorSpec`.
     results     checks of what the methods of an environment return
     options     `Configurable`, a plug-in that declares keys, and validators for these keys
     runs        `Recipe`, `Tracker`, `Callback`
-    version     the accepted versions of each contract: `CONTRACTS`
 
 Import all names from this package; the modules that define them may change.
 """
@@ -81,7 +80,6 @@ from rl_core.interfaces.rollouts import (
     EngineFree,
     Environment,
     Generator,
-    GeneratorFactory,
     GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
@@ -140,7 +138,6 @@ from rl_core.interfaces.training import (
     Worker,
     WorkerSpec,
 )
-from rl_core.interfaces.version import CONTRACT_VERSION, CONTRACTS, Contract
 from rl_core.interfaces.weights import (
     CheckingTransport,
     Manifest,
@@ -155,9 +152,6 @@ from rl_core.interfaces.weights import (
 )
 
 __all__ = [
-    "CONTRACT_VERSION",
-    "CONTRACTS",
-    "Contract",
     "EXAMPLE_CALL",
     "Message",
     "Metrics",
@@ -260,7 +254,6 @@ __all__ = [
     "at_least",
     "above",
     "between",
-    "GeneratorFactory",
     "Tracker",
     "TrackerFactory",
     "PhaseAware",

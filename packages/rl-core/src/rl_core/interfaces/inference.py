@@ -425,9 +425,6 @@ class InferencePlugin(Protocol):
     import torch. A plug-in that declares keys is also `Configurable`."""
 
     @property
-    def contract_version(self) -> int: ...
-
-    @property
     def name(self) -> str: ...
 
     def validate(self, spec: EngineSpec) -> None:

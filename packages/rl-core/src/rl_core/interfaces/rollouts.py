@@ -335,9 +335,6 @@ class GeneratorPlugin(Protocol):
     plug-in that declares keys is also `Configurable`."""
 
     @property
-    def contract_version(self) -> int: ...
-
-    @property
     def name(self) -> str: ...
 
     def validate(self, spec: GeneratorSpec) -> None:
@@ -360,16 +357,3 @@ class EngineFree(Protocol):
 
     @property
     def needs_no_engine(self) -> bool: ...
-
-
-class GeneratorFactory(Protocol):
-    """The generator contract of version 1."""
-
-    def __call__(self, config: Any, client: Sampler) -> Generator:
-        """Creates the generator of a run.
-
-        Args:
-            config: the run's `rl_core.config.Config`.
-            client: the engine. The loop, not the generator, pauses and aborts requests and updates weights.
-        """
-        ...

@@ -184,7 +184,7 @@ class LossSpec:
     sampling, by more than this many nats per token. None: off."""
     old_is_current: bool = False
     """True: the weights have not changed since the start of the update. The batch then has no column `old_logprobs`,
-    and the loss uses the detached log-probs of this pass instead. Since contract version 3."""
+    and the loss uses the detached log-probs of this pass instead."""
     measures_entropy: bool = True
     """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
@@ -254,8 +254,7 @@ class Worker(Protocol):
             batch: the rank's part of the batch.
             plan: the rank's micro-batches.
             temperature: divides the logits.
-            returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since contract
-                version 3.
+            returns: names of the scores to compute; None: all.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -277,7 +276,7 @@ class Worker(Protocol):
             loss: the loss to minimise.
             temperature: divides the logits.
             returns: names of scores, as in `forward`, to return from this pass: each [T] of the stream, float32 on the
-                CPU, detached, 0 where `loss_mask` is False. Callers that want none omit the argument.
+                CPU, detached, 0 where `loss_mask` is False.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -289,7 +288,7 @@ class Worker(Protocol):
         is not finite, only clears the gradients.
 
         Args:
-            update: settings of this step only. Callers without such settings omit the argument.
+            update: settings of this step only.
         """
         ...
 
@@ -474,9 +473,6 @@ class Rehearser(Protocol):
 @runtime_checkable
 class Backend(Protocol):
     """A training backend: the object of an entry point of `rl_core.backends`. Its module must not import torch."""
-
-    @property
-    def contract_version(self) -> int: ...
 
     @property
     def name(self) -> str: ...

@@ -142,9 +142,6 @@ class WeightTransport(Protocol):
     """Sends weights from ranks to engines (entry-point group `rl_core.weight_transports`)."""
 
     @property
-    def contract_version(self) -> int: ...
-
-    @property
     def name(self) -> str: ...
 
     @property

@@ -190,11 +190,6 @@ class BackendConformance:
         if request.function.__name__ in self.left_out:
             pytest.skip(self.left_out[request.function.__name__])
 
-    def _require_version(self, version: int) -> None:
-        stated = self.backend.contract_version
-        if stated < version:
-            pytest.skip(f"this check needs version {version} of the contract; the backend follows version {stated}")
-
     @pytest.fixture(scope="class")
     @classmethod
     def kept_ranks(cls) -> Iterator[KeptRanks]:
@@ -232,7 +227,7 @@ class BackendConformance:
     # --- the contract ---
 
     def test_it_is_a_backend_of_this_contract(self, case: Case) -> None:
-        plugins.fitted("rl_core.backends", self.backend, self.backend.name)
+        plugins.require_plugin("rl_core.backends", self.backend, self.backend.name)
         assert isinstance(case.spec.options, self.backend.options_class), (
             f"the suite's options are {case.spec.options!r}; expected a {self.backend.options_class.__name__}"
         )
@@ -395,7 +390,6 @@ class BackendConformance:
             require_close(torch.tensor(total / weight), values_T.mean(), 10 * self.tolerances.logprob, name)
 
     def test_a_training_pass_returns_the_scores_that_it_is_asked_for(self, case: Case) -> None:
-        self._require_version(2)
         group, mask_T = case.start(), case.batch["loss_mask"]
         names = ("entropies", "logprobs")
         found = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=names)
@@ -409,7 +403,6 @@ class BackendConformance:
     def test_a_pass_takes_its_own_logprobs_as_the_old_ones(self, case: Case) -> None:
         """The gradient equals the gradient of a pass whose column `old_logprobs` contains this pass's log-probs: the
         old log-probs are constants, so the ratio is 1, but its gradient is not 0."""
-        self._require_version(3)
         group, own = case.start(), attrs.evolve(LOSS, old_is_current=True)
         without = case.batch.without_columns("old_logprobs")
         found = group.forward_backward(without, ONE_MICRO_BATCH, own, temperature=TEMPERATURE, returns=("logprobs",))
@@ -426,7 +419,6 @@ class BackendConformance:
         assert difference <= limit, f"with these log-probs as old_logprobs the gradient differs by {difference:.1e}"
 
     def test_scoring_gives_the_scores_that_it_is_asked_for(self, case: Case) -> None:
-        self._require_version(3)
         group = case.start()
         found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE, returns=("logprobs",))
         assert set(found) == {"logprobs"}, f"expected only logprobs, forward returned {sorted(found)}"
@@ -480,7 +472,6 @@ class BackendConformance:
 
     def test_one_step_can_be_taken_otherwise_than_the_configuration_says(self, case: Case) -> None:
         """The second of three steps differs; the third uses the configuration's settings again."""
-        self._require_version(2)
         group, plain = case.start(), case.new_reference()
         for update, batch in zip((None, OTHER_STEP, None), steps_of(case.batch), strict=True):
             group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
@@ -502,7 +493,6 @@ class BackendConformance:
         multiplied by 64, and the step scales the gradient by 1/64. Between the parts, the worker scores, exports and
         saves, which must not change the pending gradients. The state saved in the middle of the second step must equal
         the state after the first step."""
-        self._require_version(2)
         group = case.start()
         divisor = 64.0
         second = steps_of(case.batch)[1]

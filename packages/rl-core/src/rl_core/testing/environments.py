@@ -64,8 +64,8 @@ class EnvironmentConformance:
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the environment, as in the configuration key `environment.options`."""
 
-    def test_it_follows_this_version_of_the_contract(self) -> None:
-        plugins.fitted("rl_core.environments", type(self).factory, "factory")
+    def test_it_follows_the_contract(self) -> None:
+        plugins.require_plugin("rl_core.environments", type(self).factory, "factory")
 
     def test_the_first_observation_is_a_prompt(self) -> None:
         async def reset() -> Prompt:

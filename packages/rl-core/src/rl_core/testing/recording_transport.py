@@ -19,7 +19,6 @@ class RecordingTransport:
 
     directory: Path | None = None
     """Directory in which one sync is recorded. None on ranks, which get the directory from the rendezvous."""
-    contract_version: int = 1
     name: str = f"{__name__}:recording_transport"
 
     is_staged: bool = True

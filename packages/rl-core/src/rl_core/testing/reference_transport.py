@@ -32,7 +32,6 @@ _numbers = itertools.count()
 class MemoryTransport:
     """A `WeightTransport` for ranks and engines in one process."""
 
-    contract_version: int = 1
     name: str = "memory"
     is_staged: bool = True
     receiver: str = f"{__name__}:MemoryReceiver"

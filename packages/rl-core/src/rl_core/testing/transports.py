@@ -126,8 +126,8 @@ class WeightTransportConformance:
         """Corrupts the data that was sent but not yet received. Returns False if there is nothing to corrupt."""
         return False
 
-    def test_it_follows_this_version_of_the_contract(self) -> None:
-        plugins.fitted("rl_core.weight_transports", self.transport, self.transport.name)
+    def test_it_follows_the_contract(self) -> None:
+        plugins.require_plugin("rl_core.weight_transports", self.transport, self.transport.name)
 
     def test_both_ends_say_alike_whether_a_sync_is_staged(self) -> None:
         """The transport and its receiver have the same value of `is_staged`."""

@@ -166,11 +166,12 @@ class WorkerGroup:
         contain more."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
-        # A worker of an earlier contract version always returns all scores.
-        asked = {} if returns is None or not self._is_of_version(3) else {"returns": tuple(returns)}
+        names = None if returns is None else tuple(returns)
         async with self._on_devices():
-            results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature, **asked)
-        return _on_stream(batch, self._of_results("forward", parts, results, names=asked.get("returns", ())))
+            results = await self._ranks.call_on_parts(
+                Worker.forward, inputs, parts, temperature=temperature, returns=names
+            )
+        return _on_stream(batch, self._of_results("forward", parts, results, names=names or ()))
 
     async def forward_backward(
         self,
@@ -184,14 +185,9 @@ class WorkerGroup:
         """Adds the gradient of `loss` over the whole batch. Returns the metrics summed over all ranks, and the scores
         named in `returns`, [T] in stream order. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
-        if returns:
-            self._require_version(2, "forward_backward(returns=…)")
-        if loss.old_is_current:
-            self._require_version(3, "LossSpec.old_is_current")
-        asked = {"returns": tuple(returns)} if returns else {}
         async with self._on_devices():
             results = await self._ranks.call_on_parts(
-                Worker.forward_backward, batch, parts, loss, temperature=temperature, **asked
+                Worker.forward_backward, batch, parts, loss, temperature=temperature, returns=tuple(returns)
             )
         answers = list(self._of_results("forward_backward", parts, results, names=returns))
         scores = _on_stream(batch, [(part, {name: result[name] for name in returns}) for part, result in answers])
@@ -215,12 +211,8 @@ class WorkerGroup:
 
     async def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """Takes one optimizer step on all ranks; `update` has the settings that differ from the configuration."""
-        if update is not None:
-            self._require_version(2, "optim_step(update)")
         async with self._on_devices(optimizer=True):
-            # A worker of an earlier contract version has no parameter `update`.
-            asked = () if update is None else (update,)
-            step = (await self._ranks.call(Worker.optim_step, *asked))[0]
+            step = (await self._ranks.call(Worker.optim_step, update))[0]
         if not isinstance(step, OptimizerStep):
             raise WorkerError(f"optim_step of {self._named} returned {type(step).__name__}; expected an OptimizerStep")
         return step
@@ -298,17 +290,6 @@ class WorkerGroup:
 
     def _on_devices(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
         return self._devices.given_to(self._tenant, optimizer=optimizer)
-
-    def _is_of_version(self, version: int) -> bool:
-        """Whether the backend was written for this version of its contract or a later one."""
-        return self._backend is None or self._backend.contract_version >= version
-
-    def _require_version(self, version: int, call: str) -> None:
-        if self._backend is not None and not self._is_of_version(version):
-            raise ConfigError(
-                f"{call} needs version {version} of the backend contract, but the backend {self._backend.name!r} "
-                f"follows version {self._backend.contract_version} (docs/plugins.md#contract-versions)"
-            )
 
     @property
     def _named(self) -> str:

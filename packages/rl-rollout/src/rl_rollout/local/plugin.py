@@ -40,7 +40,6 @@ class LocalEnginePlugin:
     """Implements `InferencePlugin` for the `local` engine, which runs in the trainer's process on one device, without a
     server and without Ray."""
 
-    contract_version: int = 2
     receives_deltas: bool = True
     returns_kept_tokens: bool = True
     name: str = "local"

@@ -35,7 +35,6 @@ class BroadcastTransport:
     join_timeout_s: float = 30.0
     """Seconds that a rank, before it sends its first bucket, waits for all engines to join. When the sync begins,
     engines are called, and they join before they do anything else, so an engine that takes longer is dead or hangs."""
-    contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False
     receiver: str = "rl_rollout.transports.broadcast_ends:BroadcastReceiver"

@@ -32,7 +32,6 @@ class CudaIpcTransport:
     join_timeout_s: float = 30.0
     """Seconds that a rank, before it sends its first bucket, waits for all engines to join; see
     `BroadcastTransport`."""
-    contract_version: int = 1
     name: str = "cuda_ipc"
     is_staged: bool = False
     receiver: str = "rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver"

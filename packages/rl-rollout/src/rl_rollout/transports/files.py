@@ -44,7 +44,6 @@ class FilesTransport:
     """Seconds that an engine waits for the manifests of all ranks."""
     run: str = "run"
     """Name of the run that owns the files; part of their folders' names."""
-    contract_version: int = 1
     name: str = "files"
     is_staged: bool = True
     receiver: str = f"{__name__}:FilesReceiver"

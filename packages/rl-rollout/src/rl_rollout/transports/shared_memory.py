@@ -51,7 +51,6 @@ class SharedMemoryTransport:
     """Seconds that an engine waits for a rank's next bucket."""
     run: str = "run"
     """Name of the run that owns the announcements; part of their folder's name."""
-    contract_version: int = 1
     name: str = "shared_memory"
     is_staged: bool = True
     receiver: str = f"{__name__}:SharedMemoryReceiver"

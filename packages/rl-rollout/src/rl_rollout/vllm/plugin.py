@@ -30,7 +30,6 @@ _SECTION = "generator.inference_engine"
 class VLLMPlugin:
     """Implements `InferencePlugin` with vLLM servers, which are Ray actors of this run or were started outside it."""
 
-    contract_version: int = 2
     receives_deltas: bool = True
     accepts_structural_tags: bool = True
     returns_kept_tokens: bool = True

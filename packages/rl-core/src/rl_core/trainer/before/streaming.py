@@ -23,15 +23,13 @@ from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.update.batch_update import UpdateSettings, prepared
 
 _KEY = "trainer.stream_groups"
-_SCALE_VERSION = 2
-"""The first version of the backend contract in which a worker can scale gradients."""
 _TOLERANCE = 1e-5
 """Absolute tolerance for float32 advantages and weights of about 1. Another order of summation changes their seventh
 digit."""
 
 
 def require_streamable(config: Config, update: UpdateSettings) -> None:
-    """Requires that streaming does not change the run's steps, and that the backend supports streaming.
+    """Requires that streaming does not change the run's steps.
 
     Args:
         config: a resolved configuration with `trainer.stream_groups=true`.
@@ -107,13 +105,6 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
 
 def _unfit_backend(config: Config) -> Iterator[ConfigError]:
     backend: Backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
-    if backend.contract_version < _SCALE_VERSION:
-        yield ConfigError(
-            f"the backend {backend.name!r} follows version {backend.contract_version} of the backend contract and "
-            f"cannot scale gradients; {_KEY}=true needs version {_SCALE_VERSION} (docs/plugins.md#contract-versions). "
-            f"Choose another backend, or set {_KEY}=false",
-            key="trainer.strategy",
-        )
     section = backend.config_section
     if isinstance(backend, OwnLosses) and backend.has_own_losses(config.trainer.policy.options(section)):
         yield ConfigError(

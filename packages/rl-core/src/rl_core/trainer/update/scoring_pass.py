@@ -18,10 +18,6 @@ from rl_core.interfaces import Backend, LossSpec, RouteRecording
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.update.batch_advantages import Estimator
 
-OWN_VERSION, RETURNS_VERSION = 3, 2
-"""Versions of the backend contract. `OWN_VERSION` is the first with `old_is_current`, `RETURNS_VERSION` the first in
-which a training pass returns scores."""
-
 
 @attrs.frozen(kw_only=True)
 class ScoringPass:
@@ -62,7 +58,7 @@ def scoring_pass(config: Config, loss: LossSpec, *, estimator: Estimator | None,
     compares, samples = objective.compares_with_old, needs_engine(config)
     reader = _reader(config, objective.prepare_columns, columns, estimator, is_corrected=is_corrected)
     if reader is None:
-        reader = _of_backend(config, backend, compares=compares, samples=samples)
+        reader = _of_backend(config, backend)
     if reader is not None:
         names = ("logprobs", "entropies") if "old_entropies" in columns else ("logprobs",)
         scores = None if "values" in columns and not needs_critic(config) else names
@@ -113,15 +109,9 @@ def _reader(
     return None
 
 
-def _of_backend(config: Config, backend: Backend, *, compares: bool, samples: bool) -> str | None:
+def _of_backend(config: Config, backend: Backend) -> str | None:
     """Describes why the backend cannot train without the scoring pass; None if it can."""
     options = config.trainer.policy.options(backend.config_section)
     if isinstance(backend, RouteRecording) and backend.records_routes(options):
         return f"training replays the routes of the scoring pass (trainer.policy.{backend.config_section})"
-    needed = OWN_VERSION if compares else RETURNS_VERSION if samples else 1
-    if backend.contract_version < needed:
-        return (
-            f"the backend {backend.name!r} follows version {backend.contract_version} of the backend contract; from "
-            f"version {needed} on, no scoring pass is needed (docs/plugins.md#contract-versions)"
-        )
     return None

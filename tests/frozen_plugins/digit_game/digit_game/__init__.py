@@ -1,1 +1,0 @@
-"""A third-party environment: `digit_game.environment`."""

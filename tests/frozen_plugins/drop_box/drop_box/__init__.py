@@ -1,1 +1,0 @@
-"""A third-party weight transport: `drop_box.transport` has both ends."""

@@ -1,1 +1,0 @@
-"""A third-party generator: `one_turn.generator`."""
