@@ -22,7 +22,8 @@ from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.worker import FsdpWorker
 from rl_rollout.local.model import load_model, token_logprobs
 from tests.fsdp.conftest import spec_of
-from tests.fsdp.test_models import TINY, random_model, require_reference_scores
+from tests.fsdp.test_models import require_reference_scores
+from tests.model_families import TINY, random_model
 
 CAPPED: dict[str, Any] = {
     "final_logit_softcapping": None,

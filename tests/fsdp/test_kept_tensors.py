@@ -20,7 +20,7 @@ from rl_core.rank_kit.kept_tensors import require_whole_export
 from rl_core.testing.models import character_tokenizer, make_checkpoint
 from rl_fsdp.worker import FsdpWorker
 from tests.fsdp.conftest import spec_of
-from tests.fsdp.test_models import TINY
+from tests.model_families import TINY
 
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VISION = {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from transformers import AutoModelForCausalLM
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
+from rl_core.rank_kit.scoring.lora import adapter_weights, add_adapters, merged_weights
 from rl_core.rank_kit.weight_buckets import unpack_bucket
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
 from rl_fsdp import FsdpWorker, fsdp
 from tests.fsdp.conftest import random_batch, spec_of
+from tests.model_families import UNUSUAL, random_model
 
 PLAN = ((5, 0, 3), (1, 2), (4,))
 LOSS = LossSpec(name="cross_entropy")
@@ -286,7 +289,9 @@ MIXED = {"family": "qwen3_moe", "mlp_only_layers": [0]}
 def test_names_that_peft_takes_for_stacked_experts_are_refused(targets: Any, tmp_path: Path):
     """peft 0.21 would adapt the experts instead of the first layer, with twice the rank for gate and up."""
     path = make_checkpoint(tmp_path, **MIXED)
-    with pytest.raises(ConfigError, match=r"target_modules: .* such as those of attention"):
+    with pytest.raises(
+        ConfigError, match=r"target_modules: (.* such as those of attention|no linear layer .* called gate;)"
+    ):
         adapted(path, LoraConfig(rank=2, target_modules=targets))
 
 
@@ -322,12 +327,14 @@ def test_the_log_says_which_layers_and_how_many_parameters_are_trained(
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("w_proj",), r"target_modules: no layer of Qwen3ForCausalLM is called w_proj; its linear layers are "),
-        (("q_proj", "qkv_proj"), r"no layer of Qwen3ForCausalLM is called qkv_proj; .* q_proj, up_proj, v_proj$"),
+        (("w_proj",), r"target_modules: no linear layer of Qwen3ForCausalLM is called w_proj; its linear layers are "),
+        (("q_proj", "qkv_proj"), r"no linear layer of Qwen3ForCausalLM is called qkv_proj; .* up_proj, v_proj$"),
         ("w_.*", r"target_modules: 'w_\.\*': .*"),
         ("*_proj", r"target_modules: '\*_proj': nothing to repeat"),
         (("q_proj", "lm_head"), "output layer cannot have adapters"),
-        (("q_proj", "embed_tokens"), "embed_tokens is a Embedding; only linear layers"),
+        (("q_proj", "embed_tokens"), "no linear layer of Qwen3ForCausalLM is called embed_tokens"),
+        (".*(q_proj|embed_tokens)", "embed_tokens is a Embedding; only linear layers"),
+        (("self_attn",), "no linear layer of Qwen3ForCausalLM is called self_attn"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused_by_name(checkpoint: Path, targets: Any, message: str):
@@ -335,6 +342,68 @@ def test_layers_that_cannot_be_adapted_are_refused_by_name(checkpoint: Path, tar
         adapted(checkpoint, LoraConfig(rank=2, target_modules=targets))
 
 
-def test_an_excluded_name_that_fits_no_layer_is_refused(checkpoint: Path):
-    with pytest.raises(ConfigError, match=r"exclude_modules: no layer of Qwen3ForCausalLM is called \.\*mlp; its"):
-        adapted(checkpoint, LoraConfig(rank=2, exclude_modules=(".*mlp",)))
+@pytest.mark.parametrize("excluded", [(".*mlp",), ("mlp",), ".*mlp", "mlp"])
+def test_an_excluded_name_that_fits_no_layer_is_refused(checkpoint: Path, excluded: Any):
+    """peft leaves out no layer of an excluded block."""
+    with pytest.raises(ConfigError, match=r"exclude_modules: no linear layer of Qwen3ForCausalLM is called .*; its"):
+        adapted(checkpoint, LoraConfig(rank=2, exclude_modules=excluded))
+
+
+SPELLINGS: list[Any] = [
+    "all-linear",
+    "ALL-LINEAR",
+    ("all-linear",),
+    ("q_proj", "v_proj"),
+    ("self_attn.o_proj",),
+    ("0.self_attn.o_proj",),
+    ".*[qv]_proj",
+    "q_proj",
+    ".*layers.1.*proj",
+    ".*",
+    ("mlp",),
+    ("qkv_proj",),
+    ("gate_up_proj", "down_proj"),
+    ("c_attn",),
+    ("c_proj",),
+    ("query_key_value",),
+    ("gate",),
+    ("lm_head",),
+    ("embed_tokens", "o_proj"),
+    ("proj",),
+    ("",),
+    (),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), [(f, c) for f, c in UNUSUAL if f in ("gpt2", "gpt_neox", "phi3", "granite", "glm4_moe")]
+)
+def test_each_spelling_of_layers_is_adapted_and_merged_as_by_peft_or_refused(
+    family: str, config: dict[str, Any], tmp_path: Path
+):
+    base = load_plain(random_model(tmp_path, family, **config))
+    tokens, num_exact = torch.arange(1, 9)[None], 0
+    for targets in SPELLINGS:
+        ours = copy.deepcopy(base)
+        try:
+            add_adapters(ours, LoraConfig(rank=3, alpha=8, target_modules=targets), path="", seed=0, where="here")
+        except ConfigError:
+            continue
+        names = targets if isinstance(targets, str) else [*targets]
+        given = peft.LoraConfig(r=3, lora_alpha=8, target_modules=names, fan_in_fan_out=family == "gpt2")
+        theirs = peft.get_peft_model(copy.deepcopy(base), given)
+        trained = {name for name, weight in theirs.named_parameters() if weight.requires_grad}
+        assert trained == {f"base_model.model.{name}" for name, _ in adapter_weights(ours)}, targets
+        with torch.no_grad():
+            for name, weight in adapter_weights(ours):
+                theirs.get_parameter(f"base_model.model.{name}").copy_(weight.normal_(std=0.2))
+            scores = [model(input_ids=tokens, use_cache=False).logits for model in (ours, theirs)]
+        assert torch.equal(*scores), targets
+        assert not torch.allclose(scores[0], base(input_ids=tokens, use_cache=False).logits, atol=1e-2), targets
+        merged = dict(theirs.merge_and_unload().named_parameters())
+        found = dict(merged_weights(ours))
+        assert found.keys() == merged.keys()
+        for name, weight in merged.items():
+            torch.testing.assert_close(found[name], weight.detach(), rtol=0, atol=1e-6)
+        num_exact += 1
+    assert num_exact >= 3

@@ -26,6 +26,7 @@ from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import StagedWeights, load_model, load_weights, require_complete
 from rl_rollout.local.rows import Rows, Sample
 from rl_rollout.local.scheduler import Scheduler
+from tests.model_families import UNUSUAL, random_model
 from tests.passing_time import pass_time, until
 
 SAMPLED = SamplingParams(max_tokens=12)
@@ -105,6 +106,16 @@ def test_prompts_of_all_lengths_side_by_side_have_the_logprobs_of_a_plain_forwar
     assert sorted(sample.index for sample, _ in ended) == list(range(20))
     # Rounding of float32 in two layers: the largest difference seen was 1e-6.
     assert largest_difference(model, ended) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "config"), UNUSUAL, ids=lambda value: value if isinstance(value, str) else "")
+def test_families_with_unusual_settings_have_the_logprobs_of_a_plain_forward(family, config, tmp_path):
+    path = random_model(tmp_path, family, **config)
+    scheduler = Scheduler(load_model(str(path), dtype="float32", device="cpu", model_kwargs={}), max_num_seqs=6)
+    scheduler.submit(random_samples(12))
+    plain = load_checkpoint(path, attn_implementation="eager")
+    # Rounding of float32 in two layers: the largest difference seen was 3e-6.
+    assert largest_difference(plain, finish(scheduler)) < 1e-5
 
 
 def test_a_wrong_position_or_mask_is_noticed(model, monkeypatch):

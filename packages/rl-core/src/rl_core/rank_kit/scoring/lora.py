@@ -181,17 +181,21 @@ def _asked_layers(model: PreTrainedModel, lora: LoraConfig) -> set[str]:
 
 
 def _require_known_names(model: PreTrainedModel, lora: LoraConfig, where: str) -> None:
-    """Raises ConfigError if a name of a list fits no layer. peft ignores such a name if another name of the list fits a
-    layer. For example, in a model with a single `qkv_proj`, peft would ignore `q_proj` without a message."""
-    layers = dict(model.named_modules())
-    for key, names in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules or ())):
-        unknown = [] if isinstance(names, str) else [n for n in names if not any(_matches(k, [n]) for k in layers)]
+    """Raises ConfigError if a name of a list, or an expression of excluded layers, fits no linear layer. peft ignores
+    it if another name fits: `q_proj` in a model with a single `qkv_proj`, or an excluded block such as `mlp`."""
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
+    targets, excluded = lora.target_modules, lora.exclude_modules or ()
+    asked: dict[str, Sequence[str | list[str]]] = {
+        "target_modules": [] if isinstance(targets, str) else [[name] for name in targets],
+        "exclude_modules": [excluded] if isinstance(excluded, str) else [[name] for name in excluded],
+    }
+    for key, patterns in asked.items():
+        unknown = ["".join(p) for p in patterns if not any(_matches(name, p) for name in linear)]
         if unknown:
-            linear = {k.rpartition(".")[2] for k, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)}
+            ends = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"no layer of {type(model).__name__} is called {', '.join(unknown)}; its linear layers are "
-                f"{', '.join(sorted(linear))}",
-                key=f"{where}.model.lora.{key}",
+                f"{where}.model.lora.{key}: no linear layer of {type(model).__name__} is called {', '.join(unknown)}; "
+                f"its linear layers are {', '.join(ends)}"
             )
 
 
