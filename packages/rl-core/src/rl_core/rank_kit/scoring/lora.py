@@ -63,15 +63,16 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
         target_modules=_names(lora.target_modules),
         exclude_modules=None if lora.exclude_modules is None else _names(lora.exclude_modules),
         init_lora_weights=True if lora.init_method == "kaiming" else "gaussian",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )
     model.requires_grad_(False)
     output = model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Adapters of tied embeddings and of stacked experts are refused below, with a remedy.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings|.*_pattern keys did not match")
+        # Adapters of tied embeddings and of stacked experts are refused below, with a remedy. peft notices by itself
+        # which layers store their weight as [in, out] (`fan_in_fan_out`).
+        expected = ".*tie_word_embeddings|.*_pattern keys did not match|fan_in_fan_out is set to"
+        warnings.filterwarnings("ignore", message=expected)
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
