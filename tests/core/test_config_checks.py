@@ -12,14 +12,11 @@ import pytest
 
 from rl_core import plugins
 from rl_core.config import (
-    Config,
     check_files,
     check_plugins,
     check_values,
     from_mapping,
 )
-from rl_core.config.loading import known_paths
-from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS, FINITE
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from rl_core.seams import SEAMS
 from rl_rollout.transports.cuda_ipc import cuda_ipc
@@ -62,7 +59,7 @@ def test_the_defaults_pass():
         ),
         ("trainer.max_training_steps=0", "trainer.max_training_steps: got 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
-        ("trainer.worker_timeout_s=0", "expected above 0"),
+        ("trainer.worker_timeout_s=0", "expected a finite number above 0"),
         ("trainer.algorithm.kl_loss_coef=.inf", "kl_loss_coef: got inf; expected a finite number"),
         ("trainer.algorithm.temperature=.inf", r"algorithm\.temperature: got inf; expected a finite number"),
         ("generator.eval_sampling_params.temperature=.inf", "temperature: got inf; expected a finite number"),
@@ -71,10 +68,16 @@ def test_the_defaults_pass():
             r"^generator\.sampling_params\.stop: got an empty text, .* remove it$",
         ),
         ("generator.eval_sampling_params.stop=['']", r"^generator\.eval_sampling_params\.stop: got an empty text"),
-        ("trainer.generation_timeout_s=.inf", r"generation_timeout_s: got inf; expected at most 1000000000$"),
+        ("trainer.generation_timeout_s=.inf", r"generation_timeout_s: got inf; expected a finite number above 0$"),
         ("environment.timeout_s=1e10", r"environment\.timeout_s: got 10000000000\.0; expected at most 1000000000$"),
-        ("trainer.policy.optimizer_config.lr=0", r"policy\.optimizer_config\.lr: got 0.0; expected above 0"),
-        ("trainer.policy.optimizer_config.eps=-1", r"policy\.optimizer_config\.eps: got -1.0; expected above 0"),
+        (
+            "trainer.policy.optimizer_config.lr=0",
+            r"policy\.optimizer_config\.lr: got 0.0; expected a finite number above 0",
+        ),
+        (
+            "trainer.policy.optimizer_config.eps=-1",
+            r"policy\.optimizer_config\.eps: got -1.0; expected a finite number above 0",
+        ),
         (
             "generator.inference_engine.weight_verification.limit=0.5",
             r"weight_verification\.limit: got 0.5; expected at most 0.16",
@@ -147,7 +150,7 @@ def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, m
         ),
         (
             "trainer.policy.optimizer_config.lr=.inf trainer.critic.optimizer_config.lr=-.inf",
-            ["trainer.critic.optimizer_config.lr", "trainer.policy.optimizer_config.lr"],
+            ["trainer.policy.optimizer_config.lr", "trainer.critic.optimizer_config.lr"],
         ),
         (
             "trainer.train_batch_size=10 trainer.policy_mini_batch_size=4 generator.n_samples_per_prompt=1 "
@@ -230,10 +233,6 @@ def test_an_empty_path_does_not_mean_the_current_directory(key: str):
 @pytest.mark.parametrize("name", ["run", "a.b", "a..b", "x.", "a b", "-", "läuft", "007"])
 def test_a_run_name_that_is_a_directory_name_is_accepted(name: str):
     check_values(from_mapping({"trainer.run_name": name}))
-
-
-def test_every_bound_belongs_to_an_existing_key():
-    assert {*BOUNDS, *ABOVE_ZERO, *FINITE} <= set(known_paths(Config))
 
 
 @pytest.mark.parametrize(

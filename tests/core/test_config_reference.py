@@ -42,7 +42,7 @@ def test_every_key_of_a_backends_section_has_a_text_that_ends_as_a_sentence(back
 
 def test_the_page_shows_types_and_defaults_as_users_write_them():
     page = reference_page()
-    assert "| `epochs` | int | `1` |" in page
+    assert "| `epochs` | int, at least 1 | `1` |" in page
     assert "| `bf16` | true \\| false | `true` |" in page
-    assert "| `adam_betas` | list of 2 float | `[0.9, 0.999]` |" in page
+    assert "| `adam_betas` | list of 2 float, two numbers from 0 to below 1 | `[0.9, 0.999]` |" in page
     assert "| `trainer.ckpt_path` | `<trainer.run_dir>/checkpoints` |" in page

@@ -209,8 +209,8 @@ def test_the_specs_are_plain_data_and_every_field_has_a_text():
         (f"{ENGINE}.beam_width=x", rf"^{ENGINE}\.beam_width: got 'x' \(str, command line\); expected int\.$"),
         (f"{ENGINE}.beam_width=0", rf"^{ENGINE}\.beam_width: got 0; expected at least 1$"),
         (f"{ENGINE}.decay=1.5", rf"^{ENGINE}\.decay: got 1\.5; expected between 0 and 1$"),
-        (f"{ENGINE}.patience_s=0", rf"^{ENGINE}\.patience_s: got 0\.0; expected above 0$"),
-        (f"{ENGINE}.patience_s=.inf", rf"^{ENGINE}\.patience_s: got inf; expected a finite number$"),
+        (f"{ENGINE}.patience_s=0", rf"^{ENGINE}\.patience_s: got 0\.0; expected a finite number above 0$"),
+        (f"{ENGINE}.patience_s=.inf", rf"^{ENGINE}\.patience_s: got inf; expected a finite number above 0$"),
         (f"{ENGINE}.even=3", rf"^{ENGINE}: even must be even, not 3$"),
         (
             f"{ENGINE}.cache=3",
@@ -280,9 +280,9 @@ def test_the_reference_page_has_the_keys_of_installed_plug_ins_under_their_secti
     engine = page.index(f"### {ENGINE}, backend=beam")
     assert page.index(f"### {ENGINE}\n") < engine < page.index(f"### {ENGINE}.weight_verification")
     assert "An engine with a beam. Keys of rl-beam, read only with `generator.inference_engine.backend=beam`." in page
-    assert "| `beam_width` | int | `4` | Hypotheses that are kept. |" in page
+    assert "| `beam_width` | int, at least 1 | `4` | Hypotheses that are kept. |" in page
     assert f"### {ENGINE}.cache\n" in page
-    assert "| `retries` | int | `0` | Times that a failed episode is played again. |" in page
+    assert "| `retries` | int, at least 0 | `0` | Times that a failed episode is played again. |" in page
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.path)

@@ -202,7 +202,7 @@ def test_a_row_without_a_reference_is_refused_before_the_run():
 
 
 def test_options_are_checked():
-    with pytest.raises(ConfigError, match=r"environment.options.cpu_s: got 0; expected above 0"):
+    with pytest.raises(ConfigError, match=r"environment.options.cpu_s: got 0; expected a finite number above 0"):
         MathematicsEnvironment(HALF_ROW, {"cpu_s": 0})
     with pytest.raises(ConfigError, match=r"options.timeout_s: not an option of the environment 'mathematics'"):
         MathematicsEnvironment(HALF_ROW, {"timeout_s": 3})

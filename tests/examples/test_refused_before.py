@@ -103,7 +103,7 @@ def refused(check: Callable[[], object]) -> str:
         ),
         (
             {"trainer__policy__optimizer_config__lr": 1e9},
-            "trainer.policy.optimizer_config.lr: got 1e.09",
+            "trainer.policy.optimizer_config.lr: got 1000000000.0; expected at most 10",
         ),
         (
             {"generator__n_samples_per_prompt": 2**31},

@@ -22,6 +22,7 @@ from rl_core.config.loading import describe, hints, own_keys
 from rl_core.config.plugin_options import SECTIONS, installed_classes
 from rl_core.config.resolving import RULES, as_mapping
 from rl_core.config.tree import Config
+from rl_core.interfaces import bounds_of
 
 _HEAD = """\
 # Configuration
@@ -87,12 +88,13 @@ def _sections(cls: type, above: str) -> Iterator[str]:
 def _section(cls: type, title: str, text: str) -> str:
     """A table of the keys of `cls`, without those of nested classes, which have their own sections."""
     docs, fields = field_docs(cls), attrs.fields_dict(cls)
+    cells = {name: (_values(hints(cls)[name], fields[name]), _default(fields[name])) for name in fields}
     rows = [
-        f"| `{name}` | {_cell(describe(hints(cls)[name]))} | {_default(fields[name])} | {_cell(docs.get(name, ''))} |"
+        f"| `{name}` | {' | '.join(cells[name])} | {_cell(docs.get(name, ''))} |"
         for name in own_keys(cls)
         if not attrs.has(hints(cls)[name])
     ]
-    table = ["", "| key | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
+    table = ["", "| key | type, bounds | default | meaning |", "|---|---|---|---|", *rows] if rows else []
     return "\n".join([title, "", text, *table])
 
 
@@ -153,6 +155,11 @@ def _own_field_docs(cls: type) -> dict[str, str]:
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             docs[field.target.id] = " ".join(str(text.value.value).split())
     return docs
+
+
+def _values(hint: Any, field: attrs.Attribute[Any]) -> str:
+    """The type of a key and its bounds."""
+    return _cell(", ".join([describe(hint), *(bound.expected for bound in bounds_of(field))]))
 
 
 def _default(field: attrs.Attribute[Any]) -> str:

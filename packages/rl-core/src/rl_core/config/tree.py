@@ -1,7 +1,8 @@
 """The configuration of a run: every key with its type, default and meaning. No key is unused.
 
 Keys that only one plug-in reads are declared in the plug-in's options class (`backend_sections`, `plugin_options`).
-`docs/configuration.md` is generated from this file and from those classes. If a key of `resolving.RULES` is None,
+`docs/configuration.md` is generated from this file and from those classes. An upper bound of 1000 or more excludes
+values with which the memory would not suffice or a step would never end. If a key of `resolving.RULES` is None,
 `rl_core.config.resolve` derives its value from other keys. A run uses only the resolved tree.
 """
 
@@ -14,10 +15,27 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ModelConfig, OptimizerConfig, PlacementKind, SamplingParams
+from rl_core.interfaces import (
+    FINITE,
+    Bound,
+    ModelConfig,
+    OptimizerConfig,
+    PlacementKind,
+    SamplingParams,
+    above,
+    at_least,
+    at_most,
+    between,
+    bounded,
+    bounds_of,
+)
 from rl_core.remote_files import is_remote
 
 _T = TypeVar("_T")
+_MOST_SECONDS = 10**9
+"""About 32 years. Python's threads refuse to wait for 300 years or longer, and Ray refuses infinity."""
+_TOP_P = Bound("above 0 and at most 1 (1 takes all tokens)", lambda top_p: 0 < top_p <= 1)
+_TOP_K = Bound("at least 1, or -1 for all tokens", lambda top_k: top_k == -1 or top_k >= 1)
 Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "prompt_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -59,7 +77,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """The optimizer of the critic. Its learning rate is higher than the policy's because the value head starts at
     zero."""
 
-    lr: float = 5e-6
+    lr: float = bounded(5e-6, *bounds_of(attrs.fields(OptimizerConfig).lr))
     """Peak learning rate."""
 
 
@@ -116,19 +134,19 @@ class RefConfig:
 class PlacementConfig:
     """Where the ranks run. On a CPU-only machine, the GPU counts mean ranks."""
 
-    policy_num_nodes: int = 1
+    policy_num_nodes: int = bounded(1, at_least(1))
     """Number of machines for the policy."""
-    policy_num_gpus_per_node: int = 1
+    policy_num_gpus_per_node: int = bounded(1, at_least(1))
     """GPUs (or ranks) per machine for the policy."""
     colocate_policy_ref: bool = True
     """Policy and reference take turns on the same devices. False: the reference has its own."""
-    ref_num_nodes: int | None = None
+    ref_num_nodes: int | None = bounded(None, at_least(1))
     """Number of machines for the reference. None: as for the policy."""
-    ref_num_gpus_per_node: int | None = None
+    ref_num_gpus_per_node: int | None = bounded(None, at_least(1))
     """GPUs (or ranks) per machine for the reference. None: as for the policy."""
-    critic_num_nodes: int | None = None
+    critic_num_nodes: int | None = bounded(None, at_least(1))
     """Number of machines for the critic. None: as for the policy."""
-    critic_num_gpus_per_node: int | None = None
+    critic_num_gpus_per_node: int | None = bounded(None, at_least(1))
     """GPUs (or ranks) per machine for the critic. None: as for the policy."""
     colocate_all: bool = True
     """Engine and models (the critic too) share devices and take turns on them: while idle, each frees its memory there
@@ -164,9 +182,9 @@ class KLControlConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
     """`fixed` keeps `kl_loss_coef`. `adaptive` adjusts the coefficient to hold the KL at `kl_target` (Ziegler et al.
     2019, arXiv 1909.08593, section 2.2)."""
-    kl_target: float = 0.1
+    kl_target: float = bounded(0.1, above(0))
     """Adaptive only: target KL in nats per token."""
-    horizon: int = 10000
+    horizon: int = bounded(10000, at_least(1))
     """Adaptive only: number of sequences over which the coefficient adapts. With a smaller number, it adapts faster,
     but by at most 20 % per step."""
 
@@ -211,10 +229,10 @@ class DynamicSamplingConfig:
     type: Literal["filter", "replace"] | None = None
     """`filter`: sample until the batch is full of groups whose rewards differ. `replace`: replace each group of equal
     rewards by a copy of a group whose rewards differ. None: off."""
-    max_sample_batches: int = 30
+    max_sample_batches: int = bounded(30, at_least(1))
     """`filter`: stop the run if more than this number × `trainer.train_batch_size` consecutive groups are dropped.
     `replace`: stop the run after this many consecutive batches below `min_replace_ratio`."""
-    min_replace_ratio: float = 0.3
+    min_replace_ratio: float = bounded(0.3, between(0, 1))
     """`replace`: smallest fraction of groups whose rewards differ. A batch with fewer is discarded, and a new one is
     sampled."""
 
@@ -231,11 +249,11 @@ class AlgorithmConfig:
     grpo_norm_by_std: bool | None = None
     """Divide GRPO advantages by the group's standard deviation. False is Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
     None: the estimator's default, true."""
-    gamma: float | None = None
+    gamma: float | None = bounded(None, between(0, 1))
     """Discount factor per token or turn, for estimators that discount. None: the estimator's default, 1."""
-    lambd: float | None = None
+    lambd: float | None = bounded(None, between(0, 1))
     """λ of generalised advantage estimation, for estimators that use it. None: the estimator's default, 1."""
-    value_clip: float = 0.2
+    value_clip: float = bounded(0.2, at_least(0))
     """Clip range of the value loss around the previous prediction, in units of value."""
     advantage_batch_normalize: bool = False
     """Normalise the advantages to mean 0 and standard deviation 1 over the trained tokens of the batch."""
@@ -244,13 +262,13 @@ class AlgorithmConfig:
     policy_loss_params: Mapping[str, Any] = attrs.field(factory=dict)
     """Keyword parameters of the loss. A parameter not listed here is read from `trainer.algorithm.<parameter>`; if that
     is not set either, the loss's default is used."""
-    eps_clip_low: float | None = None
+    eps_clip_low: float | None = bounded(None, between(0, 1))
     """Lower clip bound of the probability ratio: 1 − this value. None: the loss's default, 0.0003 for `gspo` and
     `gspo_token`, 0.2 for others."""
-    eps_clip_high: float | None = None
+    eps_clip_high: float | None = bounded(None, at_least(0))
     """Upper clip bound of the probability ratio: 1 + this value. None: the loss's default, 0.0004 for `gspo` and
     `gspo_token`, 0.2 for others."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: float | None = bounded(None, at_least(1))
     """Dual clip: upper bound of the ratio for negative advantages, at least 1. None: the loss's default, 3."""
     loss_reduction: Reduction = "token_mean"
     """How token losses are averaged over the mini-batch. `token_mean`: all tokens have the same weight.
@@ -262,13 +280,13 @@ class AlgorithmConfig:
     use_kl_loss: bool = False
     """Add the KL divergence from the reference model to the loss. Off by default, unlike in SkyRL, because it needs a
     second model and most current recipes omit it."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = bounded(0.001, at_least(0), FINITE)
     """Coefficient of the KL, in the loss or in the reward."""
     kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased"] = "k3"
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"). The suffix `+` selects the straight-through
     form, whose gradient is unbiased. `k3_unbiased` weights k3 by the probability ratio to the policy at the start of
     the update. The forms with `+` and `k3_unbiased` can be used only in the loss."""
-    off_policy_sequence_mask: float | None = None
+    off_policy_sequence_mask: float | None = bounded(None, at_least(0))
     """Mask the policy loss of sequences with negative advantage whose log-probs have dropped by more than this many
     nats per token since they were sampled (DeepSeek-V3.2, arXiv 2512.02556). Requires a loss that reads advantages. Try
     0.5 first. None: off."""
@@ -279,9 +297,9 @@ class AlgorithmConfig:
     """How the coefficient of the KL in the reward changes over the run."""
     use_entropy_loss: bool = False
     """Add an entropy bonus."""
-    entropy_loss_coef: float = 0.01
+    entropy_loss_coef: float = bounded(0.01, at_least(0), FINITE)
     """Coefficient of the entropy bonus."""
-    temperature: float | None = None
+    temperature: float | None = bounded(None, above(0))
     """Logits are divided by this value when log-probs are computed. None: `generator.sampling_params.temperature`."""
     zero_variance_filter: bool = False
     """Drop groups whose samples all have the same reward, without sampling replacements."""
@@ -308,21 +326,21 @@ class TrainerConfig:
     algorithm: AlgorithmConfig = attrs.field(factory=AlgorithmConfig)
     """What the policy learns from a batch."""
 
-    epochs: int = 1
+    epochs: int = bounded(1, at_least(1))
     """Passes over the training data."""
-    max_training_steps: int | None = None
+    max_training_steps: int | None = bounded(None, at_least(1))
     """Steps (training batches) after which the run ends. None: all steps of all epochs."""
-    train_batch_size: int = 1024
+    train_batch_size: int = bounded(1024, at_least(1), at_most(2**20))
     """Prompts per training batch. Each is sampled `generator.n_samples_per_prompt` times."""
-    policy_mini_batch_size: int = 256
+    policy_mini_batch_size: int = bounded(256, at_least(1))
     """Prompts per optimizer step. Must divide `train_batch_size`."""
-    critic_mini_batch_size: int = 256
+    critic_mini_batch_size: int = bounded(256, at_least(1))
     """Prompts per optimizer step of the critic. Must divide `train_batch_size`."""
-    update_epochs_per_batch: int = 1
+    update_epochs_per_batch: int = bounded(1, at_least(1), at_most(1000))
     """Passes over each training batch."""
-    micro_train_batch_size_per_gpu: int = 1
+    micro_train_batch_size_per_gpu: int = bounded(1, at_least(1))
     """Sequences per micro-batch in training. Changes memory and speed, and the result only by rounding."""
-    micro_forward_batch_size_per_gpu: int = 1
+    micro_forward_batch_size_per_gpu: int = bounded(1, at_least(1))
     """Sequences per micro-batch when log-probs are computed without gradients."""
     max_tokens_per_microbatch: int = -1
     """Tokens per micro-batch. Above 0 it replaces both sequence counts."""
@@ -337,17 +355,17 @@ class TrainerConfig:
     results of matrix products and attention: little extra computation, with a memory use between false and true."""
     bf16: bool = True
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
-    logprobs_chunk_size: int = 1024
+    logprobs_chunk_size: int = bounded(1024, at_least(1))
     """Number of tokens whose float32 logits are in memory at a time."""
-    seed: int = 42
+    seed: int = bounded(42, at_least(0), at_most(2**63 - 1))
     """Seed from which all random numbers of the run are derived."""
-    num_threads: int | None = None
+    num_threads: int | None = bounded(None, at_least(1), at_most(1024))
     """CPU threads of each rank, and of the engine `local`. None: OMP_NUM_THREADS, else all cores, which the processes
     of a machine's ranks share equally."""
-    max_staleness: int = 0
+    max_staleness: int = bounded(0, at_least(0))
     """Largest age, in weight versions, of a group that is trained on. 0: synchronous; 1: one step off-policy; more:
     asynchronous."""
-    pipeline_depth: int | None = None
+    pipeline_depth: int | None = bounded(None, at_least(0))
     """How many steps generation runs ahead of training, at most `max_staleness`. A group starts only if this step's
     batch or one of the next `pipeline_depth` batches has room for it. Slow groups may become more than `pipeline_depth`
     versions old, but at most `max_staleness`. None: 1, but at most `max_staleness`."""
@@ -356,13 +374,13 @@ class TrainerConfig:
     same up to rounding. Requires separate devices for the engines (`placement.colocate_all=false`), one optimizer step
     per batch, and a loss and advantages that can be computed for each group without the other groups. Otherwise, the
     run does not start."""
-    max_consecutive_nonfinite_steps: int = 3
+    max_consecutive_nonfinite_steps: int = bounded(3, at_least(1))
     """Stop the run after this many consecutive optimizer steps were skipped because loss or gradient was not
     finite."""
 
-    max_prompt_length: int = 512
+    max_prompt_length: int = bounded(512, at_least(1))
     """Longest prompt in tokens. `data.on_long_prompt` decides what happens to longer ones."""
-    eval_batch_size: int = 1024
+    eval_batch_size: int = bounded(1024, at_least(1))
     """Held-out prompts that are sampled at the same time."""
     eval_before_train: bool = True
     """Also evaluate the model before training."""
@@ -373,7 +391,7 @@ class TrainerConfig:
     ckpt_interval: int = 10
     """Steps between checkpoints. The last step gets one too. Below 1: a checkpoint is saved only if the run is
     stopped or fails, or a callback requests one."""
-    max_ckpts_to_keep: int = -1
+    max_ckpts_to_keep: int = bounded(-1, Bound("at least 1, or -1 to keep all", lambda kept: kept == -1 or kept >= 1))
     """Keep only this many of the newest checkpoints; -1: all. If the disk is too full for a checkpoint, the run
     continues and tries again at every step."""
     async_save: bool = False
@@ -410,24 +428,24 @@ class TrainerConfig:
     """Labels of the run for trackers."""
     callbacks: tuple[str, ...] = ()
     """Callbacks, called in this order: installed ones (`rl plugins` lists the names) or `package.module:Class`."""
-    num_logged_samples: int = 8
+    num_logged_samples: int = bounded(8, at_least(0))
     """Samples of each step and each evaluation that are written to `samples.jsonl`, in addition to all failed ones."""
-    max_failure_rate: float = 0.5
+    max_failure_rate: float = bounded(0.5, between(0, 1))
     """Stop the run, with a checkpoint, if a larger fraction of the samples of a step or an evaluation fails. 1: no
     limit, but the run still stops if all samples of an evaluation, or of too many consecutive groups, fail."""
     log_sample_logprobs: bool = False
     """Also write the per-token log-probs of engine and trainer to `samples.jsonl`."""
-    entropy_interval: int = 10
+    entropy_interval: int = bounded(10, at_least(0))
     """Steps between computations of `policy/entropy`, which is also computed in step 1; 0: never. A loss that reads
     entropies computes them in every step."""
-    generation_timeout_s: float = 1800.0
+    generation_timeout_s: float = bounded(1800.0, above(0), at_most(_MOST_SECONDS))
     """Longest wait for a training batch (with `stream_groups`, for its next part), an evaluation, all responses of
     `rl generate`, or one request to an engine."""
-    worker_timeout_s: float = 3600.0
+    worker_timeout_s: float = bounded(3600.0, above(0), at_most(_MOST_SECONDS))
     """Longest time that one call to the training ranks may take."""
-    worker_start_timeout_s: float = 1800.0
+    worker_start_timeout_s: float = bounded(1800.0, above(0), at_most(_MOST_SECONDS))
     """Longest time for each phase of a start: reserving devices, starting a model's ranks, loading the model."""
-    worker_silence_s: float = 300.0
+    worker_silence_s: float = bounded(300.0, above(0), at_most(_MOST_SECONDS))
     """A rank that runs in its own process is considered dead after this long without an answer and without CPU, file or
     network activity, even if the call has not reached `worker_timeout_s`. A long computation counts as activity."""
 
@@ -440,15 +458,15 @@ class SamplingConfig:
     """How responses are sampled in training. The trainer scores tokens in the distribution from which they were
     sampled, also with `top_p`, `top_k` and `min_p` (docs/algorithms.md, Sampling)."""
 
-    max_generate_length: int = 1024
+    max_generate_length: int = bounded(1024, at_least(1))
     """Longest response of one turn, in tokens."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, at_least(0), FINITE)
     """Sampling temperature. 0 takes the most likely token; training requires a value above 0."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, _TOP_P)
     """Sample from the smallest set of tokens whose probabilities sum to at least this; 1: all."""
-    top_k: int = -1
+    top_k: int = bounded(-1, _TOP_K)
     """Sample from this many most likely tokens; -1: all."""
-    min_p: float = 0.0
+    min_p: float = bounded(0.0, between(0, 1))
     """Exclude tokens whose probability is below this fraction of the most likely token's; 0: none."""
     stop: tuple[str, ...] = ()
     """A response ends when its text contains one of these strings."""
@@ -476,15 +494,15 @@ class SamplingConfig:
 class EvalSamplingConfig:
     """How responses are sampled in evaluation. Greedy by default."""
 
-    max_generate_length: int | None = None
+    max_generate_length: int | None = bounded(None, at_least(1))
     """Longest response of one turn, in tokens. None: `generator.sampling_params.max_generate_length`."""
-    temperature: float = 0.0
+    temperature: float = bounded(0.0, at_least(0), FINITE)
     """Sampling temperature. 0 takes the most likely token."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, _TOP_P)
     """As in training. Without effect at temperature 0."""
-    top_k: int = -1
+    top_k: int = bounded(-1, _TOP_K)
     """As in training. Without effect at temperature 0."""
-    min_p: float = 0.0
+    min_p: float = bounded(0.0, between(0, 1))
     """As in training. Without effect at temperature 0."""
     stop: tuple[str, ...] | None = None
     """A response ends when its text contains one of these strings. None: `generator.sampling_params.stop`."""
@@ -512,13 +530,15 @@ class WeightVerificationConfig:
     prove_at_start: bool = True
     """Before the first step, add noise to every trained parameter, enough to change the log-probs; sync and compare;
     restore the weights; sync and compare again. A tensor that does not reach an engine stops the run."""
-    interval: int = 10
+    interval: int = bounded(10, at_least(0))
     """Steps between comparisons. There is also a comparison after the first sync of a process or of a restarted engine.
     0: only `prove_at_start` and restarted engines cause comparisons."""
-    num_tokens: int = 256
+    num_tokens: int = bounded(256, at_least(256), at_most(2**20))
     """Number of random tokens whose log-probs are compared, rounded up to whole sequences; the seed of the run
     determines them."""
-    limit: float | None = None
+    # `prove_at_start` increases its noise until the log-probs change by 1.5 nats, and fails if they change by less than
+    # nine times the limit. With a limit above 1.5 / 9, it could fail although every tensor arrives.
+    limit: float | None = bounded(None, above(0), at_most(0.16))
     """Stop the run if the mean absolute difference of the log-probs, in nats, is larger. None: 0.001 for float32, 0.02
     for float16, 0.06 for bfloat16; the coarser dtype of trainer and engine decides. The default is scaled up in
     proportion if the tokens' mean log-prob is below -5."""
@@ -530,9 +550,9 @@ class InferenceEngineConfig:
 
     backend: str = "local"
     """The inference engine (`rl plugins` lists the names) or `package.module:object`."""
-    num_engines: int = 1
+    num_engines: int = bounded(1, at_least(1))
     """Number of engines. The engine `local` supports only one."""
-    max_num_seqs: int = 1024
+    max_num_seqs: int = bounded(1024, at_least(1))
     """Largest number of sequences that one engine decodes at a time."""
     weight_sync_backend: str | None = None
     """The weight transport (`rl plugins` lists the names) or `package.module:object`. None: `shared_memory` if policy
@@ -544,10 +564,10 @@ class InferenceEngineConfig:
     """Send only the values that differ from the engines' version. A tensor is sent whole if its changed values would
     need more than half of its bytes. Ranks and engines keep a copy of the weights in CPU memory. Useful for bfloat16
     weights over a slow network (docs/weight_sync.md)."""
-    weight_sync_whole_interval: int = 20
+    weight_sync_whole_interval: int = bounded(20, at_least(1))
     """With `weight_sync_delta`: every n-th sync sends all weights. The first sync, and the first sync after a failure,
     always send all weights."""
-    weight_bucket_bytes: int = 268435456
+    weight_bucket_bytes: int = bounded(268435456, at_least(1))
     """Largest size of one bucket of weights, in bytes. A larger tensor gets a bucket of its own."""
     weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
     """What happens to running requests when weights change. `keep`: they pause and continue under the new weights.
@@ -575,12 +595,12 @@ class GeneratorConfig:
 
     type: str = "environment"
     """The generator (`rl plugins` lists the names) or `package.module:object`."""
-    n_samples_per_prompt: int = 5
+    n_samples_per_prompt: int = bounded(5, at_least(1), at_most(2**16))
     """Samples per training prompt (the group size)."""
-    max_turns: int = 1
+    max_turns: int = bounded(1, at_least(1), at_most(2**16))
     """Largest number of responses in an episode. An episode with this many responses ends. With 1, a sample fails if
     its environment wants another turn."""
-    max_input_length: int | None = None
+    max_input_length: int | None = bounded(None, at_least(1))
     """Longest prompt of a later turn in tokens, including all earlier turns. An episode ends when its next prompt would
     be longer. None: `trainer.max_prompt_length`."""
     step_wise_trajectories: bool = False
@@ -594,7 +614,7 @@ class GeneratorConfig:
     """Sampling in training."""
     eval_sampling_params: EvalSamplingConfig = attrs.field(factory=EvalSamplingConfig)
     """Sampling in evaluation."""
-    eval_n_samples_per_prompt: int = 1
+    eval_n_samples_per_prompt: int = bounded(1, at_least(1), at_most(2**16))
     """Samples per held-out prompt."""
     apply_overlong_filtering: bool = False
     """Do not train on samples whose last response was cut off at the length limit, or whose context had no room for
@@ -659,13 +679,13 @@ class EnvironmentConfig:
     """Functions `package.module:function` that score the responses instead of an environment (docs/coming_from.md)."""
     reward_weights: tuple[float, ...] = ()
     """Weights of `reward_functions` in the sum of their rewards. Empty: 1 each."""
-    timeout_s: float = 300.0
+    timeout_s: float = bounded(300.0, above(0), at_most(_MOST_SECONDS))
     """Longest time that one call of an environment may take. If it takes longer, the sample fails."""
     placement: PlacementKind | None = None
     """Where environments run: each in its own `thread` or `process`, or all `in_process` on one event loop, for
     environments that never block it. None: what the environment declares (`reward_functions`: `process`), else
     `thread`."""
-    num_workers: int | None = None
+    num_workers: int | None = bounded(None, at_least(1))
     """Largest number of episodes that have an environment at the same time. None: with threads, no limit other than
     `generator.max_concurrency`; with processes, four per CPU core. For reward functions in processes: the largest
     number of responses that are scored at the same time; None: no limit. Without effect on `in_process`

@@ -2,139 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from rl_core.config.resolving import RULES, value_at, with_value
+import attrs
+
+from rl_core.config.resolving import RULES, value_at
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, Mistakes
-from rl_core.interfaces import LoraConfig
+from rl_core.interfaces import LoraConfig, bounds_of
 
-# key → smallest and largest allowed value; None: no bound.
-BOUNDS: dict[str, tuple[float | None, float | None]] = {
-    "trainer.placement.policy_num_nodes": (1, None),
-    "trainer.placement.policy_num_gpus_per_node": (1, None),
-    "trainer.placement.ref_num_nodes": (1, None),
-    "trainer.placement.ref_num_gpus_per_node": (1, None),
-    "trainer.placement.critic_num_nodes": (1, None),
-    "trainer.placement.critic_num_gpus_per_node": (1, None),
-    **{
-        f"trainer.{model}.{key}": bounds
-        for model in ("policy", "critic")
-        for key, bounds in {
-            "optimizer_config.weight_decay": (0, None),
-            "optimizer_config.max_grad_norm": (0, None),
-            "optimizer_config.num_warmup_steps": (0, None),
-            "model.lora.rank": (0, None),
-            "model.lora.dropout": (0, 1),
-            "model.lora.max_loras": (1, None),
-            "model.lora.max_cpu_loras": (1, None),
-        }.items()
-    },
-    "trainer.algorithm.gamma": (0, 1),
-    "trainer.algorithm.lambd": (0, 1),
-    "trainer.algorithm.eps_clip_low": (0, 1),
-    "trainer.algorithm.eps_clip_high": (0, None),
-    "trainer.algorithm.clip_ratio_c": (1, None),
-    "trainer.algorithm.value_clip": (0, None),
-    "trainer.algorithm.kl_loss_coef": (0, None),
-    "trainer.algorithm.entropy_loss_coef": (0, None),
-    "trainer.algorithm.off_policy_sequence_mask": (0, None),
-    "trainer.algorithm.kl_ctrl.horizon": (1, None),
-    "trainer.algorithm.dynamic_sampling.max_sample_batches": (1, None),
-    "trainer.algorithm.dynamic_sampling.min_replace_ratio": (0, 1),
-    "trainer.epochs": (1, None),
-    "trainer.max_training_steps": (1, None),
-    "trainer.train_batch_size": (1, None),
-    "trainer.policy_mini_batch_size": (1, None),
-    "trainer.critic_mini_batch_size": (1, None),
-    "trainer.update_epochs_per_batch": (1, None),
-    "trainer.micro_train_batch_size_per_gpu": (1, None),
-    "trainer.micro_forward_batch_size_per_gpu": (1, None),
-    "trainer.logprobs_chunk_size": (1, None),
-    "trainer.num_threads": (1, None),
-    "trainer.max_staleness": (0, None),
-    "trainer.pipeline_depth": (0, None),
-    "trainer.max_consecutive_nonfinite_steps": (1, None),
-    "trainer.max_prompt_length": (1, None),
-    "trainer.eval_batch_size": (1, None),
-    "trainer.num_logged_samples": (0, None),
-    "trainer.entropy_interval": (0, None),
-    "trainer.max_failure_rate": (0, 1),
-    "environment.num_workers": (1, None),
-    "trainer.seed": (0, None),
-    "generator.n_samples_per_prompt": (1, None),
-    "generator.eval_n_samples_per_prompt": (1, None),
-    "generator.max_turns": (1, None),
-    "generator.max_input_length": (1, None),
-    "generator.sampling_params.max_generate_length": (1, None),
-    "generator.sampling_params.min_p": (0, 1),
-    "generator.eval_sampling_params.max_generate_length": (1, None),
-    "generator.eval_sampling_params.temperature": (0, None),
-    "generator.eval_sampling_params.min_p": (0, 1),
-    "generator.inference_engine.num_engines": (1, None),
-    "generator.inference_engine.max_num_seqs": (1, None),
-    "generator.inference_engine.weight_bucket_bytes": (1, None),
-    "generator.inference_engine.weight_sync_whole_interval": (1, None),
-    "generator.inference_engine.weight_verification.interval": (0, None),
-    "generator.inference_engine.weight_verification.num_tokens": (256, None),
-}
-# key → largest allowed value. A larger value would exhaust the memory, or a step would never end. Comments state other
-# reasons.
-LARGEST: dict[str, float] = {
-    "trainer.seed": 2**63 - 1,  # the largest int64
-    "trainer.num_threads": 1024,
-    "trainer.train_batch_size": 2**20,
-    "trainer.update_epochs_per_batch": 1000,
-    "trainer.policy.model.lora.rank": 2**16,
-    "trainer.critic.model.lora.rank": 2**16,
-    "generator.max_turns": 2**16,
-    "generator.n_samples_per_prompt": 2**16,
-    "generator.eval_n_samples_per_prompt": 2**16,
-    "generator.inference_engine.weight_verification.num_tokens": 2**20,
-    # `prove_at_start` increases its noise until the log-probs change by 1.5 nats, and fails if they change by less than
-    # nine times the limit. With a limit above 1.5 / 9, it could fail although every tensor arrives.
-    "generator.inference_engine.weight_verification.limit": 0.16,
-    # About 32 years. Python's threads refuse to wait for 300 years or longer, and Ray refuses infinity.
-    **dict.fromkeys(
-        (
-            "trainer.generation_timeout_s",
-            "trainer.worker_timeout_s",
-            "trainer.worker_start_timeout_s",
-            "trainer.worker_silence_s",
-            "environment.timeout_s",
-        ),
-        10**9,
-    ),
-}
-FINITE = (
-    "trainer.algorithm.kl_loss_coef",
-    "trainer.algorithm.entropy_loss_coef",
-    "trainer.algorithm.temperature",
-    "generator.sampling_params.temperature",
-    "generator.eval_sampling_params.temperature",
-)
-"""Keys whose infinite value would make losses NaN, or make every token equally likely."""
-_LARGEST_RATE = 10.0
-"""AdamW moves each weight by about the learning rate in every step. With a higher learning rate than this, the weights
-are noise after one step and NaN after three."""
-ABOVE_ZERO = (
-    "trainer.policy.optimizer_config.lr",
-    "trainer.critic.optimizer_config.lr",
-    "trainer.policy.optimizer_config.eps",
-    "trainer.critic.optimizer_config.eps",
-    "generator.sampling_params.temperature",
-    "trainer.algorithm.temperature",
-    "trainer.algorithm.kl_ctrl.kl_target",
-    "trainer.generation_timeout_s",
-    "environment.timeout_s",
-    "generator.inference_engine.weight_verification.limit",
-    "trainer.worker_timeout_s",
-    "trainer.worker_start_timeout_s",
-    "trainer.worker_silence_s",
-    "generator.sampling_params.top_p",
-    "generator.eval_sampling_params.top_p",
-)
 _PLAYING_READS = (
     "generator.",
     "environment.",
@@ -145,9 +22,8 @@ _PLAYING_READS = (
     "trainer.seed",
 )
 """Prefixes of the keys that evaluation and generation without training read."""
-_TRAINING = ("generator.sampling_params.temperature", "generator.inference_engine.weight_")
-"""Exceptions to `_PLAYING_READS`: prefixes of keys whose bounds apply only in training, because only training sends and
-verifies weights, and only training refuses temperature 0."""
+_TRAINING = "generator.inference_engine.weight_"
+"""Exception to `_PLAYING_READS`: only training sends and verifies weights."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
     "grpo",
@@ -187,10 +63,6 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
         config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and not key.startswith(_TRAINING)
     )
     mistakes.add(*_reward_functions(config))
-    temperature = config.generator.sampling_params.temperature
-    if not 0 <= temperature < math.inf:
-        message = f"got {temperature}; expected a finite number, at least 0"
-        mistakes.add(ConfigError(f"{message}", key="generator.sampling_params.temperature"))
     if not mistakes.about("generator.sampling_params", "generator.eval_sampling_params"):
         mistakes.add(*_sampling(config))
 
@@ -200,28 +72,26 @@ def gather_out_of_bounds(
 ) -> None:
     """Records every key for which `is_read` is true and whose value is out of bounds. Skips keys that are None (some
     are, before `resolve`) and keys with the value that their rule derives from another key."""
-    bounded = {*BOUNDS, *LARGEST, *FINITE, *ABOVE_ZERO}
-    for rule in RULES:
-        if rule.key in bounded and value_at(config, rule.key) == rule.value(config):
-            config = with_value(config, rule.key, None)
-    for key, (low, high) in BOUNDS.items():
-        value = value_at(config, key) if is_read(key) else None
-        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
-            expected = f"between {low} and {high}" if low is not None and high is not None else f"at least {low}"
-            mistakes.add(ConfigError(f"got {value}; expected {expected}", key=key))
-    for key, largest in LARGEST.items():
-        value = value_at(config, key) if is_read(key) else None
-        if value is not None and value > largest:
-            mistakes.add(ConfigError(f"got {value}; expected at most {largest}", key=key))
-    for key in FINITE:
-        if is_read(key) and value_at(config, key) == math.inf:
-            mistakes.add(ConfigError("got inf; expected a finite number", key=key))
-    for key in ABOVE_ZERO:
-        value = value_at(config, key) if is_read(key) else None
-        if value is not None and not value > 0:
-            remedy = " (at 0, all samples of a prompt would be the same; evaluation is greedy by default)"
-            is_sampling = key == "generator.sampling_params.temperature"
-            mistakes.add(ConfigError(f"got {value}; expected above 0{remedy * is_sampling}", key=key))
+    derived = {rule.key: rule.value for rule in RULES}
+    for section, record, field in _bounded_fields(config, ""):
+        key, value = f"{section}.{field.name}", getattr(record, field.name)
+        if is_read(key) and not (key in derived and value == derived[key](config)):
+            for bound in bounds_of(field):
+                try:
+                    bound(record, field, value)
+                except ConfigError as error:
+                    mistakes.add(error.below(section))
+                    break
+
+
+def _bounded_fields(record: Any, section: str) -> Iterator[tuple[str, Any, attrs.Attribute[Any]]]:
+    """The fields of a record and of the records in it that have bounds, with the section and the record."""
+    for field in attrs.fields(type(record)):
+        value = getattr(record, field.name)
+        if attrs.has(type(value)):
+            yield from _bounded_fields(value, f"{section}.{field.name}" if section else field.name)
+        elif bounds_of(field):
+            yield section, record, field
 
 
 def gather_directories(config: Config, mistakes: Mistakes) -> None:
@@ -242,26 +112,16 @@ def gather_directories(config: Config, mistakes: Mistakes) -> None:
         )
 
 
-def _optimizers(config: Config) -> Iterator[ConfigError]:
-    for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
-        for name in ("lr", "weight_decay", "eps"):
-            value = value_at(config, f"{key}.{name}")
-            if value == math.inf:
-                yield ConfigError(f"got {value}; expected a finite number", key=f"{key}.{name}")
-            elif name == "lr" and value > _LARGEST_RATE:
-                yield ConfigError(f"got {value:g}; expected at most {_LARGEST_RATE:g}, e.g. 1e-6", key=f"{key}.{name}")
-        betas = value_at(config, f"{key}.adam_betas")
-        if not all(0 <= beta < 1 for beta in betas):
-            yield ConfigError(f"got {list(betas)}; expected two numbers from 0 to below 1", key=f"{key}.adam_betas")
+def _training_temperature(config: Config) -> Iterator[ConfigError]:
+    if config.generator.sampling_params.temperature == 0:
+        yield ConfigError(
+            "got 0; expected above 0 for training (at 0, all samples of a prompt would be the same; evaluation is "
+            "greedy by default)",
+            key="generator.sampling_params.temperature",
+        )
 
 
 def _sampling(config: Config) -> Iterator[ConfigError]:
-    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
-        top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
-        if top_p > 1:
-            yield ConfigError(f"got {top_p}; expected above 0 and at most 1 (1 takes all tokens)", key=f"{key}.top_p")
-        if top_k != -1 and top_k < 1:
-            yield ConfigError(f"got {top_k}; expected at least 1, or -1 for all tokens", key=f"{key}.top_k")
     training, evaluation = config.generator.sampling_params.stop, config.generator.eval_sampling_params.stop
     named = {"generator.sampling_params.stop": training}
     if evaluation != training:  # otherwise derived from it
@@ -432,16 +292,6 @@ def _resume(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _kept_checkpoints(config: Config) -> Iterator[ConfigError]:
-    kept = config.trainer.max_ckpts_to_keep
-    if kept != -1 and kept < 1:
-        yield ConfigError(
-            f"got {kept}; expected at least 1, or -1 to keep all. To save none at intervals, set "
-            "trainer.ckpt_interval=-1",
-            key="trainer.max_ckpts_to_keep",
-        )
-
-
 def _reward_functions(config: Config) -> Iterator[ConfigError]:
     environment, key = config.environment, "environment.reward_functions"
     if environment.reward_functions and environment.env_class != "reward_functions":
@@ -457,7 +307,7 @@ def _reward_functions(config: Config) -> Iterator[ConfigError]:
 
 
 _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] = {
-    _optimizers: (),
+    _training_temperature: (),
     _sampling: (),
     _lora: tuple(f"trainer.policy.model.lora.{key}" for key in ("rank", "max_loras", "max_cpu_loras")),
     _placement: ("trainer.placement",),
@@ -472,7 +322,6 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kl: (),
     _reduction: (),
     _resume: (),
-    _kept_checkpoints: (),
     _reward_functions: (),
 }
 """Check → keys that must be valid for the check to make sense. The check is skipped if one of the keys already has a

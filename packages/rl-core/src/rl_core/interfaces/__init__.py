@@ -67,7 +67,17 @@ from rl_core.interfaces.messages import (
     require_tools,
     split_pair,
 )
-from rl_core.interfaces.options import Configurable, above, at_least, between
+from rl_core.interfaces.options import (
+    FINITE,
+    Bound,
+    Configurable,
+    above,
+    at_least,
+    at_most,
+    between,
+    bounded,
+    bounds_of,
+)
 from rl_core.interfaces.results import (
     require_awaitable,
     require_observed_messages,
@@ -251,7 +261,12 @@ __all__ = [
     "GeneratorSpec",
     "GeneratorPlugin",
     "Configurable",
+    "FINITE",
+    "Bound",
     "at_least",
+    "at_most",
+    "bounded",
+    "bounds_of",
     "above",
     "between",
     "Tracker",

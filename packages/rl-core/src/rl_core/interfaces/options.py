@@ -11,8 +11,6 @@ import attrs
 
 from rl_core.errors import ConfigError
 
-Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
-
 
 @runtime_checkable
 class Configurable(Protocol):
@@ -30,26 +28,51 @@ class Configurable(Protocol):
         ...
 
 
-def at_least(low: float) -> Validator:
-    """Validator of an attrs field: a number of `low` or more; None passes."""
-    return _bound(lambda value: value >= low, f"at least {low}")
+@attrs.frozen
+class Bound:
+    """Validator of an attrs field: the values for which `holds` is true; None passes."""
+
+    expected: str
+    """Describes these values, in messages and in the configuration reference."""
+    holds: Callable[[Any], bool]
+
+    def __call__(self, _: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        """Raises ConfigError, with the field's name as key, if the value is out of bounds."""
+        if value is not None and not self.holds(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"got {shown}; expected {self.expected}", key=field.name)
 
 
-def above(low: float) -> Validator:
-    """Validator of an attrs field: a finite number above `low`; None passes."""
-    return attrs.validators.and_(
-        _bound(lambda value: value > low, f"above {low}"), _bound(lambda value: value < math.inf, "a finite number")
-    )
+FINITE = Bound("a finite number", lambda value: value < math.inf)
+_BOUNDS = "bounds"
 
 
-def between(low: float, high: float) -> Validator:
-    """Validator of an attrs field: a number from `low` to `high`; None passes."""
-    return _bound(lambda value: low <= value <= high, f"between {low} and {high}")
+def at_least(low: float) -> Bound:
+    """A number of `low` or more."""
+    return Bound(f"at least {low}", lambda value: value >= low)
 
 
-def _bound(holds: Callable[[Any], bool], expected: str) -> Validator:
-    def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and not holds(value):
-            raise ConfigError(f"got {value}; expected {expected}", key=field.name)
+def at_most(high: float) -> Bound:
+    """A number of `high` or less."""
+    return Bound(f"at most {high}", lambda value: value <= high)
 
-    return require
+
+def above(low: float) -> Bound:
+    """A finite number above `low`."""
+    return Bound(f"a finite number above {low}", lambda value: low < value < math.inf)
+
+
+def between(low: float, high: float) -> Bound:
+    """A number from `low` to `high`."""
+    return Bound(f"between {low} and {high}", lambda value: low <= value <= high)
+
+
+def bounded(default: Any, *bounds: Bound) -> Any:
+    """A field of the core's configuration with bounds. Unlike attrs validators, they do not refuse the instance: the
+    checks before a run look at the keys that the command reads."""
+    return attrs.field(default=default, metadata={_BOUNDS: bounds})
+
+
+def bounds_of(field: attrs.Attribute[Any]) -> tuple[Bound, ...]:
+    """The bounds of a field, whether from `bounded` or its validator."""
+    return field.metadata.get(_BOUNDS) or ((field.validator,) if isinstance(field.validator, Bound) else ())

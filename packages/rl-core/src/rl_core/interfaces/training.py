@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 
 from rl_core.errors import ConfigError
+from rl_core.interfaces.options import FINITE, Bound, above, at_least, at_most, between, bounded
 from rl_core.interfaces.weights import Manifest, WeightBucket, WeightSender
 
 if TYPE_CHECKING:
@@ -43,17 +44,21 @@ All ranks of a group have the same number of micro-batches."""
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) and its schedule."""
 
-    lr: float = 1e-6
+    # AdamW moves each weight by about the learning rate in every step. With a rate above 10, the weights are noise after
+    # one step and NaN after three.
+    lr: float = bounded(1e-6, above(0), at_most(10))
     """Peak learning rate."""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[float, float] = bounded(
+        (0.9, 0.999), Bound("two numbers from 0 to below 1", lambda betas: all(0 <= beta < 1 for beta in betas))
+    )
     """Decay of the first and second moment."""
-    eps: float = 1e-8
+    eps: float = bounded(1e-8, above(0))
     """Added to the denominator of a step, which is the square root of the second moment."""
-    weight_decay: float = 0.01
+    weight_decay: float = bounded(0.01, at_least(0), FINITE)
     """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, at_least(0))
     """Largest global L2 norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
-    num_warmup_steps: int = 0
+    num_warmup_steps: int = bounded(0, at_least(0))
     """Optimizer steps of warm-up. Step i, counted from 0, uses lr · (i + 1) / num_warmup_steps."""
     scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Shape after the warm-up. `linear` and `cosine` reach 0 right after the run's last optimizer step."""
@@ -65,11 +70,11 @@ class OptimizerConfig:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
 
-    rank: int = 0
+    rank: int = bounded(0, at_least(0), at_most(2**16))
     """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: int = 16
     """The adapter's output is scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, between(0, 1))
     """Dropout before the adapter. Must be 0: otherwise log-probs would differ from the engine's, and results would
     depend on the split into micro-batches."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -81,10 +86,10 @@ class LoraConfig:
     merge_lora: bool = True
     """Policy only: engines get whole weights, with the adapter merged. False: engines keep the weights of `model.path`,
     and a sync sends only the adapter, so that merging does not round the weights."""
-    max_loras: int = 1
+    max_loras: int = bounded(1, at_least(1))
     """Policy only, with merge_lora=false: number of adapters that an engine can use in one batch, including the
     policy's."""
-    max_cpu_loras: int | None = None
+    max_cpu_loras: int | None = bounded(None, at_least(1))
     """Policy only, with merge_lora=false: number of adapters, without the policy's, that an engine keeps in CPU memory.
     When a request needs another adapter, the engine reads it from disk. None: as many as `max_loras`."""
 
