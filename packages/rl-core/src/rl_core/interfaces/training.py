@@ -44,8 +44,8 @@ All ranks of a group have the same number of micro-batches."""
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) and its schedule."""
 
-    # AdamW moves each weight by about the learning rate in every step. With a rate above 10, the weights are noise after
-    # one step and NaN after three.
+    # AdamW moves each weight by about the learning rate in every step. With a rate above 10, the weights are noise
+    # after one step and NaN after three.
     lr: float = bounded(1e-6, above(0), at_most(10))
     """Peak learning rate."""
     adam_betas: tuple[float, float] = bounded(
