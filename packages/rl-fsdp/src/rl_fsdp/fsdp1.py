@@ -26,7 +26,7 @@ from rl_core.rank_kit.perturbation import Piece
 from rl_core.rank_kit.scoring.distributing import decoder_layers, receive, require_same_structure
 from rl_core.rank_kit.scoring.rank_mesh import RankMesh
 from rl_core.rank_kit.scoring.token_scorer import Scorer
-from rl_core.rank_kit.scoring.weights import checkpoint_tensors
+from rl_core.rank_kit.scoring.weights import checkpoint_tensors, trained_or_all
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.perturbation import trained_pieces
 from rl_fsdp.sharding import DTYPES, shard_mesh
@@ -135,9 +135,11 @@ class Fsdp1Shards:
 
     def gradients(self) -> dict[str, Tensor]:
         """See `Shards`."""
-        gradients = {}
+        gradients, trained = {}, {name for name, _ in self._saved()}
         for weights in self._units(with_grads=True):
             for name, weight in weights:
+                if name not in trained:
+                    continue
                 gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 gradients.update(checkpoint_tensors(self.scorer.model, name, gradient.detach().cpu().clone()))
         return gradients
@@ -146,7 +148,7 @@ class Fsdp1Shards:
         """Returns DTensors made from the flat tensors; `take` writes them back."""
         optimizer = self.optimizer
         with _quiet():
-            names = {name for name, _ in self._named()}
+            names = {name for name, _ in self._saved()}
             saved = {name.removeprefix(_SCORER): tensor for name, tensor in self._root.state_dict().items()}
             tensors = {f"model/{name}": tensor for name, tensor in saved.items() if name in names}
             if with_optimizer:
@@ -178,7 +180,9 @@ class Fsdp1Shards:
             names = {id(p): name for name, p in self._named()}
             saved = self._root.state_dict()
             for name, weight in self._root.named_parameters(remove_duplicate=False):
-                saved[name.replace(_WRAPPED, "")] = state[f"model/{names[id(weight)]}"]
+                key = f"model/{names[id(weight)]}"
+                if key in state:
+                    saved[name.replace(_WRAPPED, "")] = state[key]
             self._root.load_state_dict(saved)
             if not with_optimizer:
                 return
@@ -215,6 +219,10 @@ class Fsdp1Shards:
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, weight in self._root.named_parameters():
             yield name.replace(_WRAPPED, "").removeprefix(_SCORER), weight
+
+    def _saved(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters in a saved state: see `trained_or_all`."""
+        return trained_or_all(self._named())
 
     def _units(self, *, with_grads: bool = False) -> Iterator[list[tuple[str, nn.Parameter]]]:
         """Yields the parameters of each unit, which are whole only until the next unit is requested."""

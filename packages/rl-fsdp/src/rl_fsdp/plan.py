@@ -58,6 +58,7 @@ class _Held:
 
     num_parameters: int
     parameter_bytes: int
+    gradient_bytes: int
     trained_bytes: int
     """Bytes of the parameters that are trained."""
 
@@ -79,7 +80,6 @@ def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) 
     plans = []
     for rank in range(mesh.world_size):
         own = held[rank % num_shards]
-        trained = own.trained_bytes if spec.optimizer is not None else 0
         plans.append(
             RankPlan(
                 rank=rank,
@@ -89,8 +89,8 @@ def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) 
                 place=f"shard {rank % num_shards} sequence {mesh.coordinates(rank).sequence}",
                 num_parameters=own.num_parameters,
                 parameter_bytes=own.parameter_bytes,
-                gradient_bytes=trained,
-                optimizer_bytes=2 * trained,
+                gradient_bytes=own.gradient_bytes if spec.optimizer is not None else 0,
+                optimizer_bytes=2 * own.trained_bytes if spec.optimizer is not None else 0,
                 activation_bytes=round(fullest.activations),
                 gathered_bytes=round(fullest.gathered),
                 # A whole tensor, and the checkpoint tensors made from it (one per expert).
@@ -105,10 +105,12 @@ def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) 
 
 def _split_parameters(scorer: Scorer, shard: int, num_shards: int) -> _Held:
     parameters = list(scorer.parameters())
+    trained = _shard_bytes((p for p in parameters if p.requires_grad), shard, num_shards)
     return _Held(
         sum(_shard_elements(p, shard, num_shards) for p in parameters),
         _shard_bytes(parameters, shard, num_shards),
-        _shard_bytes((p for p in parameters if p.requires_grad), shard, num_shards),
+        gradient_bytes=trained,
+        trained_bytes=trained,
     )
 
 
@@ -127,18 +129,22 @@ def _shard_bytes(parameters: Iterable[nn.Parameter], shard: int, num_shards: int
 
 def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
     """Returns what a shard holds under FSDP1. All shards are equally large, because flat parameters are padded to
-    equal parts."""
-    elements = num_bytes = trained_bytes = 0
+    equal parts. The gradient of a unit with trained parameters covers its frozen ones too."""
+    elements = num_bytes = gradient_bytes = trained_bytes = 0
     for unit in units_of(scorer):
         size = unit[0].element_size()
-        step, flat = _ALIGNMENT_BYTES // size, 0
+        step, flat, trained = _ALIGNMENT_BYTES // size, 0, []
         for parameter in unit:
-            flat = -(-flat // step) * step + parameter.numel()
+            start = -(-flat // step) * step
+            flat = start + parameter.numel()
+            trained += [range(start, flat)] if parameter.requires_grad else []
         part = -(-flat // num_shards)
+        own = range(shard * part, (shard + 1) * part)
         elements += part
         num_bytes += part * size
-        trained_bytes += part * size if unit[0].requires_grad else 0
-    return _Held(elements, num_bytes, trained_bytes)
+        gradient_bytes += part * size if trained else 0
+        trained_bytes += size * sum(len(range(max(own.start, t.start), min(own.stop, t.stop))) for t in trained)
+    return _Held(elements, num_bytes, gradient_bytes, trained_bytes)
 
 
 @attrs.frozen

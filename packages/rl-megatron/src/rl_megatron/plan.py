@@ -35,6 +35,12 @@ def plan_ranks(
         raise ConfigError(
             "the plan does not cover adapters; set it to 0 to plan the model", key=f"{section}.model.lora.rank"
         )
+    if spec.model.trainable is not None:
+        raise ConfigError(
+            "the plan of Megatron does not cover frozen parameters; leave it out to plan for all, which is an upper "
+            "bound",
+            key=f"{section}.model.trainable",
+        )
     mesh = setup.mesh()
     chunks = setup.chunks(setup.shape.num_layers)
     return tuple(

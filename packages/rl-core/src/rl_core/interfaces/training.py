@@ -120,6 +120,10 @@ class ModelConfig:
     """A Hugging Face model directory or name."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters. Rank 0: none."""
+    trainable: tuple[str, ...] | None = None
+    """Regular expressions, searched for in the names of the checkpoint's tensors (`layers\\.1\\.`). A tensor that one
+    of them matches is trained; all others are frozen: they have neither gradient nor optimizer state. A critic's value
+    head is always trained. None: all are trained."""
 
 
 @attrs.frozen(kw_only=True)

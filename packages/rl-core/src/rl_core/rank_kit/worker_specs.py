@@ -7,6 +7,7 @@ from typing import TypeVar
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import LoraConfig, Role, WorkerSpec
 from rl_core.rank_kit.learning_rates import require_schedule
+from rl_core.rank_kit.trained_parameters import require_expressions
 
 T = TypeVar("T")
 SECTIONS: dict[Role, str] = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
@@ -27,8 +28,16 @@ def require_model_path(spec: WorkerSpec) -> str:
 def require_training_settings(spec: WorkerSpec) -> None:
     """Raises ConfigError for adapters, a chunk size or a schedule that no backend can train with."""
     section = SECTIONS[spec.role]
+    if spec.model.trainable is not None:
+        require_expressions(spec.model.trainable, f"{section}.model.trainable")
     if spec.model.lora.rank > 0:
         _require_lora(spec.model.lora, f"{section}.model.lora")
+        if spec.model.trainable is not None:
+            raise ConfigError(
+                f"with adapters (lora.rank={spec.model.lora.rank}), the model's own parameters are frozen; leave it "
+                "out, or set lora.rank=0",
+                key=f"{section}.model.trainable",
+            )
     if spec.logprobs_chunk_size < 1:
         raise ConfigError(
             f"expected at least 1 token, got {spec.logprobs_chunk_size}", key="trainer.logprobs_chunk_size"

@@ -592,6 +592,57 @@ class BackendConformance:
         group.call(Perturbable.restore)
         require_equal(group.weights(), before, "noise added and removed")
 
+    def test_frozen_parameters_do_not_change(self, case: Case) -> None:
+        self.check_frozen(case, (r"layers\.1\.",))
+
+    def check_frozen(self, case: Case, trainable: tuple[str, ...]) -> None:
+        """Trains only the parameters that `trainable` names, and compares with the reference, which does the same.
+
+        Frozen weights must stay bit-identical. The gradient norm, the noise and the state must leave them out. A
+        backend may refuse the key.
+        """
+        spec = attrs.evolve(case.spec, model=attrs.evolve(case.spec.model, trainable=trainable))
+        try:
+            self.backend.validate(spec, case.world_size)
+        except ConfigError as error:
+            if "trainable" not in str(error):
+                raise
+            pytest.skip(f"the backend refuses frozen parameters: {error}")
+        group, reference, batch = case.start(spec), ReferenceWorker(spec), case.batch
+        before = group.weights()
+        backward(reference, batch, LOSS)
+        group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        gradients = reference.gradients()
+        frozen = before.keys() - gradients.keys()
+        assert frozen, f"{trainable} leaves no parameter frozen"
+        found, size = group.gradients(), torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+        require_same_names(found, gradients, "gradients of trained parameters")
+        for name, gradient in gradients.items():
+            require_close(found[name], gradient, self.tolerances.gradient * size, f"gradient of {name}")
+        self.require_same_step(group.optim_step(), reference.optim_step(), "step with frozen parameters")
+        group.call(Worker.save_state, case.directory / "state")
+        saved = group.weights()
+        step = train_step(group, case)
+        backward(reference, batch, LOSS)
+        self.require_same_step(step, reference.optim_step(), "second step with frozen parameters")
+        after = group.weights()
+        for name in frozen:
+            assert torch.equal(after[name], before[name]), f"{name} is frozen, but training changed it"
+        for name, weight in weights(reference).items():
+            require_close(after[name], weight, self._weight_tolerance(case), f"{name} after two steps")
+        group.call(Worker.load_state, case.directory / "state")
+        require_equal(group.weights(), saved, "loaded, with frozen parameters")
+        assert train_step(group, case) == step, "the step after loading differs from the step without loading"
+        if all(group.call(RankHost.is_perturbable)):
+            before = group.weights()
+            group.call(Perturbable.perturb, 1, 1.0)
+            noisy = group.weights()
+            assert {name for name in noisy if torch.equal(noisy[name], before[name])} == frozen, (
+                "noise on frozen weights"
+            )
+            group.call(Perturbable.restore)
+            require_equal(group.weights(), before, "noise added and removed")
+
     def test_the_gradient_is_clipped_by_its_global_norm(self, case: Case) -> None:
         large = case.batch.with_columns(loss_weights=case.batch["loss_weights"] * 100)
         group = case.start()

@@ -6,6 +6,7 @@ needs too much memory for anything but tiny models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,10 +53,18 @@ class ReferenceWorker:
         """The model that computes scores. A subclass may use a copy in another precision."""
         self.steps_done = 0
         self.optimizer = None
+        if spec.model.trainable is not None:
+            self.model.requires_grad_(False)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):
+                if any(re.search(one, name) for one in spec.model.trainable):
+                    parameter.requires_grad_(True)
         if spec.optimizer is not None:
             config = spec.optimizer
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay
+                [p for p in self.model.parameters() if p.requires_grad],
+                lr=config.lr,
+                betas=config.adam_betas,
+                weight_decay=config.weight_decay,
             )
 
     def forward(
@@ -154,9 +163,12 @@ class ReferenceWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients. A tied weight appears once, because `named_parameters` lists it once."""
+        """Accumulated gradients of the trained parameters. A tied weight appears once, because `named_parameters` lists
+        it once."""
         gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.model.named_parameters()
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
         }
         return {name: gradient.clone() for name, gradient in as_in_a_checkpoint(self.model, gradients).items()}
 

@@ -45,6 +45,11 @@ def require_trainable(spec: WorkerSpec) -> None:
     _require_sums(spec.options, where)
     _require_optimizer_fields(spec.options, where, section)
     require_training_settings(spec)
+    if spec.options.freeze_moe_router and spec.model.trainable is not None:
+        raise ConfigError(
+            f"got true, but {section}.model.trainable decides what is trained; leave one of them out",
+            key=f"{where}.freeze_moe_router",
+        )
     if spec.model.lora.rank > 0:
         bridge_layers(spec.model.lora, spec.options.lora_config.lora_type, section)
 

@@ -28,6 +28,7 @@ from rl_megatron.model.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
 from rl_megatron.model.layers import layer_specs
 from rl_megatron.model.lora import add_adapters
 from rl_megatron.model.rotary import rotary_fields, set_frequencies
+from rl_megatron.model.trained import freeze_others, keep_input_gradients
 from rl_megatron.model.value_head import ValueHead, load_head, put_heads
 from rl_megatron.options import transformer_fields
 from rl_megatron.rank.groups import embedding_group
@@ -90,6 +91,8 @@ def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
         )
     set_frequencies(unwrap_model(chunks), bridge.hf_pretrained.config)
     _exclude_padding_token(chunks, bridge.hf_pretrained.config.get_text_config().pad_token_id)
+    if spec.model.trainable is not None and chunks[0].config.recompute_granularity is not None:
+        keep_input_gradients(chunks)
     return chunks
 
 
@@ -101,6 +104,8 @@ def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
     load_weights(bridge, models, where, is_critic=spec.role == "critic")
     if spec.role == "critic":
         load_head(models, str(spec.model.path), where)
+    if spec.model.trainable is not None and spec.optimizer is not None:
+        freeze_others(bridge, models, spec.model.trainable, f"{where}.model.trainable")
     if spec.model.lora.rank > 0:
         models = add_adapters(models, spec.model.lora, spec.options.lora_config.lora_type, where)
         for head in (module for model in models for module in model.modules() if isinstance(module, ValueHead)):

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_megatron.model.bridge import get_module_and_param_from_name
+from rl_megatron.model.trained import own_parameters
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _BUFFER = ".e_score_correction_bias"
@@ -28,7 +30,9 @@ class WeightExport:
         self._model, self._chunks = bridge.hf_pretrained, list(chunks)
         self._converter: Any = bridge._model_bridge
         self._converter.hf_config = self._model.config
+        self._bridge = bridge
         self._plan: list[Any] = []
+        self._trained: frozenset[str] | None = None
 
     def weights(self, *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight is yielded once. All
@@ -60,6 +64,15 @@ class WeightExport:
             self._chunks, cpu=False, show_progress=False
         ):
             yield f"base_model.model.{name}", tensor
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the trained tensors of all ranks, without adapters. Collective in the first call."""
+        if self._trained is None:
+            own = own_parameters(self._bridge, self._chunks)
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, [name for p, names in own if p.requires_grad for name in names])
+            self._trained = frozenset(name for names in of_ranks for name in names)
+        return self._trained
 
     def _make_plan(self) -> None:
         if self._plan:

@@ -194,6 +194,8 @@ def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     for one, part in zip(optimizers, parts, strict=True):
         kind = _METADATA["distrib_optim_sharding_type"]
+        if "param_state" not in part:
+            continue  # all parameters of this stage are frozen
         one.load_state_dict({**one.state_dict(), "param_state": part["param_state"], "param_state_sharding_type": kind})
 
 

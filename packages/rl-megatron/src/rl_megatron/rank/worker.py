@@ -179,17 +179,22 @@ class MegatronWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the accumulated gradients, summed over all ranks, in float32 on the CPU, under Hugging Face names;
-        zeros for parameters that are not trained.
+        """Returns the accumulated gradients of the trained parameters, summed over all ranks, in float32 on the CPU,
+        under Hugging Face names.
 
         If the model has adapters, returns only the gradients of the adapters, under peft's names, and of a critic's
         head. With `lora_type=lora`, parts of a fused matrix share A, and each part gets the whole gradient of A.
         """
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
+        is_adapted, trained = self.spec.model.lora.rank > 0, self.export.trained_names()
         of_gradients = WeightExport(self.bridge, self.chunks)  # `self.export` caches the weights' dtype
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
-            exported = self._exported(of_gradients, only_adapters=self.spec.model.lora.rank > 0)
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in exported}
+            exported = self._exported(of_gradients, only_adapters=is_adapted)
+            return {
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in exported
+                if is_adapted or name in trained or name.startswith("value_head.")
+            }
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yields buckets of whole weights in the compute dtype on rank 0, and nothing on other ranks. Each weight is

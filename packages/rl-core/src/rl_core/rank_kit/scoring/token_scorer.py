@@ -29,7 +29,7 @@ from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
 from rl_core.rank_kit.scoring.recomputation import recompute_layers
 from rl_core.rank_kit.scoring.router_replay import follow, require_followed_routes
 from rl_core.rank_kit.scoring.value_head import ValueScorer, load_head
-from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
+from rl_core.rank_kit.scoring.weights import exported_weights, freeze_others, trained_or_all
 from rl_core.rank_kit.shrunken_models import shrunken
 from rl_core.rank_kit.weight_buckets import broken_weights_file
 from rl_core.rank_kit.worker_specs import SECTIONS
@@ -91,9 +91,9 @@ class TokenScorer(nn.Module):
         )
         return (logprobs_S,) if entropies_S is None else (logprobs_S, entropies_S)
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters in a saved state: all, or only the adapters if the model has any."""
-        return state_weights(self.model)
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters in a saved state: see `trained_or_all`. A tied weight appears once."""
+        return trained_or_all(self.model.named_parameters())
 
     def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
         """The whole model under the names of a Hugging Face checkpoint, in `compute_dtype`."""
@@ -150,6 +150,8 @@ def load_scorer(
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise _unloadable(broken_weights_file(path) or path, where, error) from error
     model.requires_grad_(is_trained)
+    if is_trained and spec.model.trainable is not None:
+        freeze_others(model, spec.model.trainable, f"{where}.model.trainable")
     if is_adapted:
         add_adapters(model, spec.model.lora, path=path, seed=spec.seed, where=where)
     nn.Module.to(model, device)
@@ -157,6 +159,7 @@ def load_scorer(
         model.set_attn_implementation(PACKED_ATTENTION if spec.use_sample_packing else _planned_attention(model, where))
     if is_critic:
         scorer = ValueScorer(model, compute_dtype=compute_dtype)
+        scorer.value_head.requires_grad_(is_trained)
         if not is_empty:
             load_head(scorer, path, where)
             _require_same_states(model, spec, compute_dtype, where)
@@ -194,6 +197,8 @@ def require_structure(spec: WorkerSpec, config: PretrainedConfig) -> None:
             _require_linear_output(model, where)
         if spec.use_sample_packing:
             require_separable_layers(model, where, _UNPACKED)
+        if spec.model.trainable is not None:
+            freeze_others(model, spec.model.trainable, f"{where}.model.trainable")
     except ConfigError:
         raise
     except ValueError as error:  # a kind of model that has no such class

@@ -13,7 +13,7 @@ from rl_core.rank_kit.model_files import read_head
 from rl_core.rank_kit.scoring.lora import Making, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, predicting_states
 from rl_core.rank_kit.scoring.rank_mesh import whole
-from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
+from rl_core.rank_kit.scoring.weights import exported_weights, trained_or_all
 
 
 class ValueScorer(nn.Module):
@@ -49,11 +49,9 @@ class ValueScorer(nn.Module):
         dtype = torch.promote_types(torch.float32, head.weight.dtype)
         return (hidden_SH.to(dtype) @ head.weight[0].to(dtype) + head.bias.to(dtype),)
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters in a saved state: those of the base model (or its adapters) and of the head."""
-        yield from state_weights(self.model)
-        for name, weight in self.value_head.named_parameters():
-            yield f"value_head.{name}", weight
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters in a saved state, of the base model and of the head: see `trained_or_all`."""
+        return trained_or_all([*self.model.named_parameters(), *head_tensors(self).items()])
 
     def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
         """The base model under the names of a Hugging Face checkpoint, in `compute_dtype`, and the head in the dtype in
@@ -63,7 +61,7 @@ class ValueScorer(nn.Module):
             yield f"value_head.{name}", whole(making([weight], weight.detach))
 
 
-def head_tensors(scorer: ValueScorer) -> dict[str, Tensor]:
+def head_tensors(scorer: ValueScorer) -> dict[str, nn.Parameter]:
     """The head's parameters, or their shards on this rank, under the names in `HEAD_FILE`."""
     return {f"value_head.{name}": weight for name, weight in scorer.value_head.named_parameters()}
 

@@ -1,22 +1,44 @@
-"""Selects and names the parameters of a model that are saved, and the tensors that are sent."""
+"""Selects and names the parameters of a model that are trained and saved, and the tensors that are sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_core.rank_kit.scoring.lora import Making, adapter_weights, as_they_are, has_adapters, merged_weights
+from rl_core.rank_kit.scoring.lora import Making, as_they_are, merged_weights
 from rl_core.rank_kit.scoring.rank_mesh import whole
+from rl_core.rank_kit.trained_parameters import Parts, trained_parameters
 
 
-def state_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters in a saved state, under the names in the model's code: the adapters if there are any, else all
-    parameters. A tied weight appears once."""
-    return adapter_weights(model) if has_adapters(model) else model.named_parameters()
+def trained_or_all(weights: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """The trained parameters among `weights`; all if none is trained, as in a reference model."""
+    weights = list(weights)
+    return [(name, weight) for name, weight in weights if weight.requires_grad] or weights
+
+
+def freeze_others(model: PreTrainedModel, trainable: Sequence[str], key: str) -> None:
+    """Freezes every parameter that the expressions `trainable` do not select (`trained_parameters`).
+
+    Raises:
+        ConfigError: see `trained_parameters`. `key`: for its messages.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(name)
+    parts = {own[0]: _checkpoint_names(model, own, weight) for weight, own in names.items()}
+    trained = trained_parameters(trainable, parts, key)
+    for weight, own in names.items():
+        weight.requires_grad_(own[0] in trained)
+
+
+def _checkpoint_names(model: PreTrainedModel, names: Sequence[str], weight: Tensor) -> Parts:
+    """The names of the checkpoint's tensors that a parameter holds. `names`: the parameter's, several if it is tied."""
+    shape = torch.empty_like(weight, device="meta")
+    return list(zip(*([name for name, _ in checkpoint_tensors(model, own, shape)] for own in names), strict=True))
 
 
 def exported_weights(
