@@ -121,6 +121,20 @@ class KeepsItsGradients(PlainWorker):
         return step
 
 
+class TrainsEverything(PlainWorker):
+    def __init__(self, spec, rank):
+        super().__init__(attrs.evolve(spec, model=attrs.evolve(spec.model, trainable=None)), rank)
+
+
+class DecaysFrozenWeights(PlainWorker):
+    def optim_step(self, update=None):
+        step = super().optim_step(update)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.0 if parameter.requires_grad else 1 - 1e-5)
+        return step
+
+
 class StepsOnNan(PlainWorker):
     def optim_step(self, update=None):
         for parameter in self.model.parameters():
@@ -437,6 +451,8 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (ReturnsScoresOfAllTokens, ONE, "test_a_training_pass_returns_the_scores_that_it_is_asked_for"),
     (TakesOtherLogprobsForItsOwn, ONE, "test_a_pass_takes_its_own_logprobs_as_the_old_ones"),
     (GivesMoreScoresThanItIsAskedFor, ONE, "test_scoring_gives_the_scores_that_it_is_asked_for"),
+    (TrainsEverything, ONE, "test_frozen_parameters_do_not_change"),
+    (DecaysFrozenWeights, ONE, "test_frozen_parameters_do_not_change"),
     (StepsOnNan, ONE, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
     (plain.SkipsAlone, TWO, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
     (with_optimizer(max_grad_norm=0.0), ONE, "test_three_optimizer_steps"),

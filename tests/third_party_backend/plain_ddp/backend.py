@@ -43,6 +43,7 @@ class PlainDdpBackend:
             "trainer.bf16=false: it computes in float32": spec.bf16,
             "an advantage estimator without a critic: it has no value head": spec.role == "critic",
             "lora.rank=0: it trains all weights": spec.model.lora.rank > 0,
+            "no model.trainable: it trains all weights": spec.model.trainable is not None,
             "optimizer_config.scheduler=constant_with_warmup: it has no other": spec.optimizer is not None
             and spec.optimizer.scheduler != "constant_with_warmup",
         }

@@ -97,7 +97,8 @@ class Optimizer:
             if isinstance(optimizer, torch.optim.AdamW) and not optimizer.state:
                 # Megatron 0.16.1 saves the number of steps that it finds in the state of a parameter
                 # (`DistributedOptimizer.state_dict`), and raises on a rank whose parameters are all frozen.
-                optimizer.state["no parameter"] = {}
+                state: dict[Any, Any] = optimizer.state
+                state["no parameter"] = {}
         self.set_steps(0)
 
     def set_steps(self, steps_done: int) -> None:
