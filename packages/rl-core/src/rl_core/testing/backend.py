@@ -593,7 +593,6 @@ class BackendConformance:
         require_equal(group.weights(), before, "noise added and removed")
 
     def test_frozen_parameters_do_not_change(self, case: Case) -> None:
-        self._require_version(3)
         self.check_frozen(case, (r"layers\.1\.",))
 
     def check_frozen(self, case: Case, trainable: tuple[str, ...]) -> None:
