@@ -38,18 +38,23 @@ class PlainDdpBackend:
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
         """Refuses what this backend cannot train, and names the key to change."""
         refused = {
-            "trainer.use_sample_packing=false: rows are padded": spec.use_sample_packing,
-            "trainer.gradient_checkpointing=false: activations are kept": spec.gradient_checkpointing,
-            "trainer.bf16=false: it computes in float32": spec.bf16,
-            "an advantage estimator without a critic: it has no value head": spec.role == "critic",
-            "lora.rank=0: it trains all weights": spec.model.lora.rank > 0,
-            "no model.trainable: it trains all weights": spec.model.trainable is not None,
-            "optimizer_config.scheduler=constant_with_warmup: it has no other": spec.optimizer is not None
-            and spec.optimizer.scheduler != "constant_with_warmup",
+            "trainer.use_sample_packing": (spec.use_sample_packing, "false: rows are padded"),
+            "trainer.gradient_checkpointing": (spec.gradient_checkpointing, "false: activations are kept"),
+            "trainer.bf16": (spec.bf16, "false: it computes in float32"),
+            "trainer.algorithm.advantage_estimator": (
+                spec.role == "critic",
+                "an estimator without a critic: it has no value head",
+            ),
+            "trainer.policy.model.lora.rank": (spec.model.lora.rank > 0, "0: it trains all weights"),
+            "trainer.policy.model.trainable": (spec.model.trainable is not None, "null: it trains all weights"),
+            "trainer.policy.optimizer_config.scheduler": (
+                spec.optimizer is not None and spec.optimizer.scheduler != "constant_with_warmup",
+                "constant_with_warmup: it has no other",
+            ),
         }
-        for remedy, is_asked in refused.items():
+        for key, (is_asked, needed) in refused.items():
             if is_asked:
-                raise ConfigError(f"trainer.strategy 'plain_ddp' needs {remedy}")
+                raise ConfigError(f"trainer.strategy 'plain_ddp' needs {needed}", key=key)
 
     def needs_own_process(self) -> bool:
         """False: a single rank creates no process group, so it can share the controller's process."""
