@@ -40,13 +40,10 @@ class OptionlessBackend(Backend):
     options_class = NoOptions
 
 
-class Engine:
-    """An `InferencePlugin` that starts nothing."""
+class Engine(interfaces.EnginePlugin):
+    """Starts nothing."""
 
     name = "idle"
-
-    def validate(self, spec):
-        pass
 
     async def create(self, spec):
         raise AssertionError("an idle plug-in must not start engines")
@@ -58,8 +55,8 @@ class FussyEngine(Engine):
             raise ConfigError("this engine knows no stop strings", key="generator.sampling_params")
 
 
-class Transport:
-    """A `WeightTransport` that sends nothing."""
+class Transport(interfaces.WeightTransport):
+    """Sends nothing."""
 
     name = "idle"
     is_staged = True
@@ -74,8 +71,8 @@ class Transport:
         pass
 
 
-class Generator:
-    """A `Generator` that plays no episodes."""
+class Generator(interfaces.Generator):
+    """Plays no episodes."""
 
     def prompt_length(self, row):
         return 1
@@ -84,13 +81,10 @@ class Generator:
         raise AssertionError("an idle plug-in must not play episodes")
 
 
-class GeneratorPlugin:
-    """A `GeneratorPlugin` that creates a generator that plays no episodes."""
+class GeneratorPlugin(interfaces.GeneratorPlugin):
+    """Creates a generator that plays no episodes."""
 
     name = "idle"
-
-    def validate(self, spec):
-        pass
 
     def create(self, spec, client):
         return Generator()

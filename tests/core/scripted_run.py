@@ -28,9 +28,13 @@ import attrs
 from rl_core.batch import Batch
 from rl_core.interfaces import (
     Callback,
+    Completion,
     Control,
+    EngineHealth,
+    GenerateRequest,
     Generator,
     GroupRequest,
+    InferenceClient,
     Manifest,
     Metrics,
     Rendezvous,
@@ -38,6 +42,8 @@ from rl_core.interfaces import (
     Trajectory,
     TrajectoryEnd,
     TrajectoryStep,
+    WeightSender,
+    WeightTransport,
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.trainer.groups import DataRow, FinishedGroup, PromptSource
@@ -166,7 +172,7 @@ class RecordedBuffer(GroupBuffer):
         return groups
 
 
-class ScriptedEngine:
+class ScriptedEngine(InferenceClient):
     """An engine that serves or is paused; requests under way cannot end during a pause."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
@@ -187,6 +193,15 @@ class ScriptedEngine:
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
         raise AssertionError("the scripted generator sends no requests")
 
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        raise AssertionError("the scripted generator sends no requests")
+
+    async def health(self) -> EngineHealth:
+        raise AssertionError("the loop does not ask for it")
+
+    async def close(self) -> None:
+        raise AssertionError("the loop does not close its engine")
+
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         await asyncio.sleep(self._script.send_s)
         self.version = version
@@ -200,9 +215,11 @@ class ScriptedEngine:
 class SleepingEngine(ScriptedEngine):
     """An engine that shares devices with the policy."""
 
+    can_sleep = True
+
     async def sleep(self) -> None:
         self.log("sleep")
-        assert self.num_under_way == 0, "no request may be under way in `Sleepable.sleep`"
+        assert self.num_under_way == 0, "no request may be under way when the engine falls asleep"
         self.serves.clear()
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
@@ -232,7 +249,7 @@ class RestartedEngine(ScriptedEngine):
         return await super().update_weights(rendezvous, version)
 
 
-class ScriptedGenerator:
+class ScriptedGenerator(Generator):
     """Plays groups as scripted; each sample ends with a token of the version that the engine serves at that moment."""
 
     def __init__(self, log: EventLog | None, play: Callable[[int], Play], engine: ScriptedEngine) -> None:
@@ -371,7 +388,7 @@ class ScriptedUpdate:
         return rollout_agreement(batch, version)
 
 
-class ScriptedTransport:
+class ScriptedTransport(WeightTransport):
     """Transfers nothing; engine and policy wait as long as the script says."""
 
     name = "scripted"
@@ -379,6 +396,9 @@ class ScriptedTransport:
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         return Rendezvous(transport=self.name, receiver="", data={})
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
+        raise AssertionError("the scripted policy sends nothing")
 
     def close(self, rendezvous: Rendezvous) -> None:
         pass
@@ -596,7 +616,6 @@ class ScriptedRun:
 
 _SERVING = ServingSettings(
     max_bucket_bytes=1,
-    num_engines=1,
     pause_mode="keep",
     verification=VerificationSettings(
         prove_at_start=False, interval=0, num_tokens=1, limit=1.0, seed=0, limits=MicroBatchLimits(max_sequences=1)

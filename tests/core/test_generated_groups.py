@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import GroupRequest, SamplingParams, Trajectory, TrajectoryStep
+from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory, TrajectoryStep
 from rl_core.trainer.loop.rollouts import generate_group
 from rl_core.trainer.update.collate import collate, merged
 
@@ -38,7 +38,7 @@ def trajectory(sample_index: int, *steps: TrajectoryStep, **changes: object) -> 
 
 
 @attrs.frozen
-class Answers:
+class Answers(Generator):
     """A generator that returns fixed trajectories."""
 
     trajectories: tuple[Trajectory, ...]

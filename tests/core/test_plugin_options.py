@@ -30,7 +30,7 @@ from rl_core.config.plugin_options import SECTIONS, installed_classes
 from rl_core.config.reference import field_docs
 from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, PluginError
-from rl_core.interfaces import Configurable, EngineSpec, InferencePlugin
+from rl_core.interfaces import EngineSpec
 from rl_rollout.vllm.options import VLLMOptions
 from tests.core.fake_plugins import install
 
@@ -38,7 +38,7 @@ ENGINE = "generator.inference_engine"
 SOURCE = '''
 import attrs
 from rl_core.errors import ConfigError
-from rl_core.interfaces import above, at_least, between
+from rl_core.interfaces import EnginePlugin, GeneratorPlugin, above, at_least, between
 from rl_core.interfaces import Recipe
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +72,7 @@ class Options:
             raise ValueError(f"even must be even, not {value}")
 
 
-class Engine:
+class Engine(EnginePlugin):
     name = "beam"
     options_class = Options
 
@@ -97,7 +97,7 @@ class GeneratorOptions:
     """Times that a failed episode is played again."""
 
 
-class Generator:
+class Generator(GeneratorPlugin):
     name = "retrying"
     options_class = GeneratorOptions
 
@@ -188,8 +188,6 @@ def sources(loaded: Any) -> dict[str, tuple[Any, str]]:
 async def test_an_engines_spec_has_its_own_options_and_those_of_every_engine():
     config = config_of(backend="beam", beam_width=8, **{"cache.policy": "fifo"}, num_engines=3)
     plugin, spec = engine_spec(config)
-    assert isinstance(plugin, InferencePlugin)
-    assert isinstance(plugin, Configurable)
     assert isinstance(spec.options, plugin.options_class)
     assert (spec.options.beam_width, spec.options.cache.policy, spec.options.decay) == (8, "fifo", 0.5)
     assert (spec.model_path, spec.num_engines, spec.dtype, spec.shares_devices) == ("model", 3, "bfloat16", True)

@@ -12,12 +12,13 @@ from rl_core.config import Config, from_mapping, resolve
 from rl_core.config.checks import gather_room
 from rl_core.config.context import EVALUATION, TRAINING, context_of, require_room_for_responses
 from rl_core.errors import ConfigError, DataError, Mistakes
+from rl_core.interfaces import Generator, GeneratorPlugin
 from rl_core.trainer.before.preflight import _gather_prompts
 from rl_core.trainer.before.prompt_lengths import fitting
 from rl_core.trainer.groups import DataRow
 
 
-class Counts:
+class Counts(Generator):
     """A generator whose prompts have as many tokens as their row says."""
 
     def prompt_length(self, row: Any) -> int:
@@ -28,21 +29,21 @@ class Counts:
 
 
 class Stored(Counts):
-    """A generator whose responses are stored in the rows too. It is also its own plug-in."""
-
-    name, needs_no_engine = "stored", True
-
-    def validate(self, spec: object) -> None:
-        pass
-
-    def create(self, spec: object, client: object) -> Stored:
-        return self
+    """A generator whose responses are stored in the rows too."""
 
     def response_length(self, row: Any) -> int:
         return row["response_length"]
 
 
-stored = Stored()
+class StoredPlugin(GeneratorPlugin):
+    name = "stored"
+    needs_engine = False
+
+    def create(self, spec: object, client: object) -> Stored:
+        return Stored()
+
+
+stored = StoredPlugin()
 
 
 def config_of(model: Path, *, positions: dict[str, Any], **keys: Any) -> Config:

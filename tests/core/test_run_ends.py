@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.config import from_mapping
 from rl_core.errors import PluginError, WorkerError
-from rl_core.interfaces import Callback
+from rl_core.interfaces import Callback, Generator
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.loop.interrupts import Interrupts
@@ -44,11 +44,14 @@ class FailingCallback(Callback):
         raise ValueError("the callback has no settings")
 
 
-class Measuring:
+class Measuring(Generator):
     """A generator that measures prompts."""
 
     def prompt_length(self, row: object) -> int:
         return 1
+
+    async def generate(self, request: object) -> Any:
+        raise AssertionError
 
 
 def test_trackers_are_closed_if_a_later_one_cannot_start(tmp_path: Path):

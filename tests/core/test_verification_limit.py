@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -148,7 +149,7 @@ async def test_sampling_is_proved_for_arguments_of_the_engine_even_if_weights_ca
 def test_arguments_of_an_engine_that_cannot_score_are_refused():
     settings = settings_of(**PASSED, **{"generator.sampling_params.extra_args": {"extra_args": {}}})
     with pytest.raises(ConfigError, match=r"extra_args: got extra_args, but this engine cannot score tokens"):
-        verification_of(settings, cast(Any, None), cast(Any, object()), cast(Any, None))
+        verification_of(settings, cast(Any, None), cast(Any, SimpleNamespace(can_score=False)), cast(Any, None))
 
 
 async def test_with_a_correction_the_difference_is_logged_and_the_run_goes_on(caplog: pytest.LogCaptureFixture):

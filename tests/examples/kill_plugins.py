@@ -208,11 +208,10 @@ def _noted(trajectory: Trajectory) -> dict[str, object]:
     }
 
 
-@attrs.frozen
 class NotingGeneratorPlugin(EnvironmentGeneratorPlugin):
     """The `environment` generator, which also writes the ledger."""
 
-    name: str = "noting"
+    name = "noting"
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         return NotingGenerator(super().create(spec, client))  # pyright: ignore[reportReturnType]

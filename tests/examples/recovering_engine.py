@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.interfaces import (
     Completion,
     EngineHealth,
+    EnginePlugin,
     EngineSpec,
     GenerateRequest,
     InferenceClient,
@@ -22,9 +23,7 @@ updates: list[int] = []
 """The versions that were published, in order."""
 
 
-class RecoveringClient:
-    """Implements InferenceClient and Recovering."""
-
+class RecoveringClient(InferenceClient):
     def __init__(self, engine: InferenceClient) -> None:
         self._engine = engine
         self._lost, self._serves = asyncio.Event(), asyncio.Event()
@@ -69,7 +68,7 @@ class RecoveringClient:
         await self._engine.close()
 
 
-class RecoveringPlugin:
+class RecoveringPlugin(EnginePlugin):
     name = "recovering"
 
     def validate(self, spec: EngineSpec) -> None:

@@ -6,9 +6,7 @@ alone on the devices.
 
 from __future__ import annotations
 
-import attrs
-
-from rl_core.interfaces import EngineSpec, InferenceClient, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import EnginePlugin, EngineSpec, InferenceClient, RankInfo, Worker, WorkerSpec
 from rl_core.testing.reference_engine import ReferenceEngine
 from rl_fsdp.backend import FsdpBackend
 
@@ -42,12 +40,8 @@ class SleepingEngine(ReferenceEngine):
         return manifest
 
 
-@attrs.frozen
-class SleepingEnginePlugin:
-    name: str = "sleeping"
-
-    def validate(self, spec: EngineSpec) -> None:
-        pass
+class SleepingEnginePlugin(EnginePlugin):
+    name = "sleeping"
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
         ON_DEVICES.add("engine")

@@ -12,12 +12,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from rl_core import plugins
 from rl_core.config import engine_spec, from_mapping
 from rl_core.errors import ConfigError
 from rl_core.interfaces import (
     Action,
-    Configurable,
-    InferencePlugin,
     Recipe,
     require_messages,
     require_tools,
@@ -88,8 +87,7 @@ def test_the_engine_has_keys_of_its_own(shown: dict[str, Any], monkeypatch: pyte
     section = "generator.inference_engine"
     values = {"trainer.policy.model.path": "model", f"{section}.backend": "tests.examples.environments:shown_engine"}
     plugin, spec = engine_spec(from_mapping({**values, f"{section}.patience": 3}))
-    assert isinstance(plugin, InferencePlugin)
-    assert isinstance(plugin, Configurable)
+    plugins.require_plugin("rl_core.inference", plugin, "patient")
     assert (spec.options.patience, spec.options.log_file) == (3, None)
     plugin.validate(spec)
     with pytest.raises(ConfigError, match=rf"{section}\.patience: got 0; expected at least 1"):

@@ -94,7 +94,6 @@ def test_groups_that_a_resumed_run_continues_keep_their_tokens(small_run: BuildC
     assert max(differences(tmp_path / "run")) <= 1e-4
 
 
-@attrs.frozen
 class ForgetfulPlugin(LocalEnginePlugin):
     """Claims to return kept tokens, but never asks its engine for them."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Manifest, RankInfo, Rendezvous, WeightBucket, Worker, WorkerSpec
+from rl_core.interfaces import Manifest, RankInfo, Rendezvous, WeightBucket, WeightTransport, Worker, WorkerSpec
 from rl_fsdp.backend import FsdpBackend
 
 
@@ -41,7 +41,7 @@ def _fails_if_full(write: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class FullTransport:
+class FullTransport(WeightTransport):
     """A weight transport that is out of disk space at the first bucket of version 1. It discards other versions."""
 
     name = f"{__name__}:transport"

@@ -38,6 +38,7 @@ from rl_core.interfaces import (
     TensorRecord,
     WeightBucket,
     WeightSender,
+    WeightTransport,
     Worker,
     WorkerSpec,
 )
@@ -259,7 +260,7 @@ def mapped_file(tensor: Tensor) -> str:
     return ""
 
 
-class NothingTransport:
+class NothingTransport(WeightTransport):
     """A weight transport that sends nothing; ranks return only their manifests."""
 
     name = f"{__name__}:transport"

@@ -112,7 +112,7 @@ class TokenEngine(ScriptedEngine):
         return LoggedGenerator(self)
 
 
-class LoggedGenerator:
+class LoggedGenerator(Generator):
     """The `environment` generator; it logs the start of each group as the scripted generator does."""
 
     def __init__(self, engine: TokenEngine) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from rl_core.interfaces import Environment, GroupRequest, StepResult, Trajectory, TrajectoryStep
+from rl_core.interfaces import Environment, Generator, GroupRequest, StepResult, Trajectory, TrajectoryStep
 from rl_core.testing.generators import GeneratorConformance
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
@@ -56,7 +56,7 @@ class TestStepWise(GeneratorConformance):
 
 
 @attrs.frozen
-class Tampered:
+class Tampered(Generator):
     """The generator, with a change made to each trajectory."""
 
     inner: EnvironmentGenerator

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -154,7 +155,8 @@ async def test_noise_fits_small_adapters(model_path, targets, caplog):
 
 
 async def test_an_engine_that_cannot_score_is_reported_as_unverified(trainer, caplog):
-    made = verification_of(trainer.verification._settings, trainer.policy, object(), trainer.publish)
+    silent = SimpleNamespace(can_score=False)
+    made = verification_of(trainer.verification._settings, trainer.policy, silent, trainer.publish)
     assert made is None
     assert "cannot score tokens" in caplog.text
 

@@ -10,12 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Completion, GenerateRequest, Manifest, Rendezvous
+from rl_core.interfaces import Completion, GenerateRequest, InferenceClient, Manifest, Rendezvous
 
 _TIMEOUT_S = 600.0
 
 
-class EngineInProcess:
+class EngineInProcess(InferenceClient):
     """The methods of InferenceClient that weight syncs and verification call."""
 
     def __init__(self, model_path: str, **arguments: Any) -> None:

@@ -14,7 +14,7 @@ import attrs
 import psutil
 import torch
 
-from rl_core.interfaces import Rendezvous, WeightBucket
+from rl_core.interfaces import Rendezvous, WeightBucket, WeightTransport
 from rl_rollout.transports.files import FilesReceiver, FilesSender, FilesTransport
 from rl_rollout.vllm import fixes
 
@@ -24,7 +24,7 @@ _repack_tied_heads_on_cpu = fixes.repack_tied_heads_on_cpu
 
 
 @attrs.frozen
-class OtherTransport:
+class OtherTransport(WeightTransport):
     """The `files` transport with another receiver, and without the attribute that names a receiver."""
 
     name: str = f"{__name__}:other"

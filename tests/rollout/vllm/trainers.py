@@ -64,9 +64,7 @@ def serving(policy: Any, client: Any, transport: str = "shared_memory", *, inter
     """
     never = VerificationSettings(prove_at_start=False, interval=0, num_tokens=256, limit=0.06, seed=0, limits=LIMITS)
     return ServedEngines(
-        ServingSettings(
-            max_bucket_bytes=1 << 16, num_engines=1, pause_mode="keep", delta_interval=interval, verification=never
-        ),
+        ServingSettings(max_bucket_bytes=1 << 16, pause_mode="keep", delta_interval=interval, verification=never),
         policy=policy,
         client=client,
         transport=plugins.load("rl_core.weight_transports", transport),

@@ -13,6 +13,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import (
     Completion,
     EngineHealth,
+    EnginePlugin,
     EngineSpec,
     GenerateRequest,
     InferenceClient,
@@ -33,12 +34,11 @@ class JournalOptions:
     """Only every n-th request is recorded."""
 
 
-@attrs.frozen
-class JournalPlugin:
-    """The plug-in of the local engine with a journal; implements `InferencePlugin`."""
+class JournalPlugin(EnginePlugin):
+    """The plug-in of the local engine with a journal."""
 
-    name: str = "journal"
-    options_class: type = JournalOptions
+    name = "journal"
+    options_class = JournalOptions
 
     def validate(self, spec: EngineSpec) -> None:
         """Refuses what the engine cannot do, and names the key to change."""
@@ -55,8 +55,10 @@ class JournalPlugin:
         return JournalClient(await LocalEnginePlugin().create(spec), spec.run_dir / spec.options.journal, spec.options)
 
 
-class JournalClient:
-    """Records requests and passes them to the local engine; implements `InferenceClient` and `Scoring`."""
+class JournalClient(InferenceClient):
+    """Records requests and passes them to the local engine."""
+
+    can_score = True
 
     def __init__(self, engine: Any, file: Path, options: JournalOptions) -> None:
         self._engine, self._file, self._every, self._count = engine, file, options.journal_every, 0

@@ -6,6 +6,7 @@ import attrs
 
 from rl_core.interfaces import (
     Generator,
+    GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
     Row,
@@ -24,8 +25,8 @@ class ShortOptions:
 
 
 @attrs.frozen
-class ShortGenerator:
-    """Limits the answers of the environment generator; implements `Generator`."""
+class ShortGenerator(Generator):
+    """Limits the answers of the environment generator."""
 
     inner: Generator
     answer_tokens: int
@@ -38,15 +39,11 @@ class ShortGenerator:
         return await self.inner.generate(attrs.evolve(request, params=params))
 
 
-@attrs.frozen
-class ShortPlugin:
-    """The plug-in of this generator; implements `GeneratorPlugin`."""
+class ShortPlugin(GeneratorPlugin):
+    """The plug-in of this generator."""
 
-    name: str = "short"
-    options_class: type = ShortOptions
-
-    def validate(self, spec: GeneratorSpec) -> None:
-        """Refuses nothing: every configuration is supported."""
+    name = "short"
+    options_class = ShortOptions
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         from rl_rollout import EnvironmentGeneratorOptions, create_generator

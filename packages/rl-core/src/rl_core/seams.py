@@ -21,9 +21,9 @@ from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import (
     Backend,
     Callback,
+    EnginePlugin,
     Environment,
     GeneratorPlugin,
-    InferencePlugin,
     Recipe,
     Tracker,
     TrackerFactory,
@@ -56,6 +56,27 @@ def _of_object(contract: type, found: Any) -> str | None:
         return f"it is the class {found.__name__}, not an instance of it"
     expected = members(contract)
     return _lacks(found, expected) or _first(_member_problem(found, name, member) for name, member in expected.items())
+
+
+def _of_plugin(contract: type, found: Any) -> str | None:
+    """Why an object is not an instance of a class that inherits and fulfils the contract; None if it is."""
+    if inspect.isclass(found):
+        return f"it is the class {found.__name__}, not an instance of it"
+    if contract not in type(found).__mro__:
+        return f"{_described(found)} does not inherit rl_core.interfaces.{contract.__name__}"
+    types = {"str": str, "bool": bool}
+    wanted = {name: types[kind] for name, kind in inspect.get_annotations(contract).items() if kind in types}
+    wrong = (
+        f"its {name} is {value!r:.60}, expected {kind.__name__}"
+        for name, kind in wanted.items()
+        if not isinstance(value := getattr(found, name), kind)
+    )
+    methods = {name: member for name, member in members(contract).items() if inspect.isfunction(member)}
+    return (
+        _lacks(found, wanted)
+        or next(wrong, None)
+        or _first(_member_problem(found, name, member) for name, member in methods.items())
+    )
 
 
 def _of_factory(call: type, made: type, found: Any) -> str | None:
@@ -174,20 +195,20 @@ SEAMS: Mapping[str, Seam] = {
     "rl_core.inference": Seam(
         plural="inference engines",
         singular="an inference engine",
-        expected="an object that fulfils rl_core.interfaces.InferencePlugin",
-        problem=partial(_of_object, InferencePlugin),
+        expected="an instance of a class that inherits rl_core.interfaces.EnginePlugin",
+        problem=partial(_of_plugin, EnginePlugin),
     ),
     "rl_core.weight_transports": Seam(
         plural="weight transports",
         singular="a weight transport",
-        expected="an object that fulfils rl_core.interfaces.WeightTransport",
-        problem=partial(_of_object, WeightTransport),
+        expected="an instance of a class that inherits rl_core.interfaces.WeightTransport",
+        problem=partial(_of_plugin, WeightTransport),
     ),
     "rl_core.generators": Seam(
         plural="generators",
         singular="a generator",
-        expected="an object that fulfils rl_core.interfaces.GeneratorPlugin",
-        problem=partial(_of_object, GeneratorPlugin),
+        expected="an instance of a class that inherits rl_core.interfaces.GeneratorPlugin",
+        problem=partial(_of_plugin, GeneratorPlugin),
     ),
     "rl_core.environments": Seam(
         plural="environments",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from rl_core.errors import DataError
-from rl_core.interfaces import GeneratorSpec, GroupRequest, Row, Trajectory, TrajectoryStep
+from rl_core.interfaces import Generator, GeneratorSpec, GroupRequest, Row, Trajectory, TrajectoryStep
 from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
@@ -17,7 +17,7 @@ _REWARDS = (1.0, 0.0)
 """Rewards of the two responses of a pair: first of the preferred one, then of the other."""
 
 
-class DatasetGenerator:
+class DatasetGenerator(Generator):
     """Returns the responses stored in the rows: one trajectory per row, or two for a pair, the preferred one first."""
 
     def __init__(self, codec: TokenCodec, encoder: RowEncoder, *, of_pairs: bool) -> None:
@@ -34,11 +34,11 @@ class DatasetGenerator:
         return max(sequence.prompt_length for sequence in self._sequences(row))
 
     def response_length(self, row: Row) -> int:
-        """See `ResponseMeasuring`."""
+        """See `Generator.response_length`."""
         return max(len(sequence.tokens) - sequence.prompt_length for sequence in self._sequences(row))
 
     def may_have_unknown_tokens(self, row: Row) -> bool:
-        """See `Generator.prompt_length`."""
+        """See `Generator.may_have_unknown_tokens`."""
         return row.get("input_ids") is not None or self._codec.may_be_unknown(row)
 
     def prove(self, row: Row, *, anew: bool) -> int:

@@ -22,6 +22,7 @@ from rl_core.interfaces import (
     Completion,
     Environment,
     GenerateRequest,
+    Generator,
     GeneratorSpec,
     GroupRequest,
     PlacementKind,
@@ -74,8 +75,8 @@ class Episodes:
     response."""
 
 
-class EnvironmentGenerator:
-    """Implements `Generator`: plays one episode, of one or several turns, for each sample.
+class EnvironmentGenerator(Generator):
+    """Plays one episode, of one or several turns, for each sample.
 
     Responses in conversations end at the tokens with which the chat template ends a turn, in addition to those of the
     model's configuration and tokenizer. `stop_tokens` is written into the exported generation configuration.
@@ -109,7 +110,7 @@ class EnvironmentGenerator:
         return len(self._turns(row, self._known_tools(row)).codec.encode(row["prompt"]))
 
     def may_have_unknown_tokens(self, row: Row) -> bool:
-        """See `Generator.prompt_length`."""
+        """See `Generator.may_have_unknown_tokens`."""
         return self._codec.may_be_unknown(row.get("prompt"))
 
     def prove(self, row: Row, *, anew: bool) -> int:
@@ -142,7 +143,7 @@ class EnvironmentGenerator:
         return tuple(await all_of(episodes))
 
     async def aclose(self) -> None:
-        """See `Closable.aclose`."""
+        """See `Generator.aclose`."""
         await self._environments.aclose()
 
     async def _play_or_fail(self, request: GroupRequest, index: int, prompts: _GroupPrompts) -> Trajectory:

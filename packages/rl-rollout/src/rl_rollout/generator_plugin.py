@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import attrs
-
 from rl_core import plugins
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Generator, GeneratorSpec, Sampler
+from rl_core.interfaces import Generator, GeneratorPlugin, GeneratorSpec, Sampler
 from rl_rollout.environment_pool import placement_of
 from rl_rollout.generator_options import DatasetGeneratorOptions, EnvironmentGeneratorOptions
 from rl_rollout.reward_functions import RewardFunctionsEnvironment, require_functions
 
 
-@attrs.frozen
-class EnvironmentGeneratorPlugin:
-    """Implements `GeneratorPlugin` for `EnvironmentGenerator`."""
+class EnvironmentGeneratorPlugin(GeneratorPlugin):
+    """Creates an `EnvironmentGenerator`."""
 
-    name: str = "environment"
-    options_class: type = EnvironmentGeneratorOptions
+    name = "environment"
+    options_class = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
         """Checks the environment that the configuration names, but not the environments that rows name.
@@ -43,13 +40,12 @@ class EnvironmentGeneratorPlugin:
 environment = EnvironmentGeneratorPlugin()
 
 
-@attrs.frozen
-class DatasetGeneratorPlugin:
-    """Implements `GeneratorPlugin` for `DatasetGenerator`."""
+class DatasetGeneratorPlugin(GeneratorPlugin):
+    """Creates a `DatasetGenerator`."""
 
-    name: str = "dataset"
-    options_class: type = DatasetGeneratorOptions
-    needs_no_engine: bool = True
+    name = "dataset"
+    options_class = DatasetGeneratorOptions
+    needs_engine = False
 
     def validate(self, spec: GeneratorSpec) -> None:
         """Raises ConfigError if the configured number of samples per prompt differs from the number of responses per

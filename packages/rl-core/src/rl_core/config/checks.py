@@ -32,7 +32,7 @@ from rl_core.config.specs import engine_spec, generator_spec, needs_engine, refe
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes
-from rl_core.interfaces import CheckingTransport, DeltaReceiving, NodeCheckingTransport, RouteFollowing
+from rl_core.interfaces import RouteFollowing
 
 if TYPE_CHECKING:
     from rl_core.algorithms.objective import Objective
@@ -284,7 +284,7 @@ def _check_sampled_distribution(config: Config) -> None:
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     trains = plugins.load("rl_core.backends", backend, key="trainer.strategy")
     can = {
-        f"the engine {engine!r} does not return the kept tokens": getattr(plugin, "returns_kept_tokens", False),
+        f"the engine {engine!r} does not return the kept tokens": plugin.returns_kept_tokens,
         f"trainer.strategy={backend} cannot use them": getattr(trains, "replays_kept_tokens", False),
     }
     lacking = [reason for reason, is_able in can.items() if not is_able]
@@ -303,10 +303,21 @@ def _check_transport(config: Config) -> None:
     transport = plugins.load("rl_core.weight_transports", config.weight_transport, key=_TRANSPORT)
     if config.generator.inference_engine.weight_sync_delta:
         _check_delta(config)
-    if isinstance(transport, CheckingTransport):
-        transport.validate()
-    if isinstance(transport, NodeCheckingTransport):
-        transport.validate_nodes(config.trainer.placement.policy_num_nodes)
+    if config.trainer.policy.model.lora.is_sent_alone:
+        _check_adapter(config)
+    transport.validate()
+    transport.validate_nodes(config.trainer.placement.policy_num_nodes)
+
+
+def _check_adapter(config: Config) -> None:
+    """Requires that the engine accepts syncs that send only the policy's adapter."""
+    engine = config.generator.inference_engine.backend
+    if not plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend").receives_adapters:
+        raise ConfigError(
+            f"got false, but the engine {engine!r} accepts only whole weights; set it to true, or choose "
+            "generator.inference_engine.backend=vllm",
+            key="trainer.policy.model.lora.merge_lora",
+        )
 
 
 def _check_delta(config: Config) -> None:
@@ -319,7 +330,7 @@ def _check_delta(config: Config) -> None:
             key=key,
         )
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
-    if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):
+    if not plugin.receives_deltas:
         raise ConfigError(f"got true, but the engine {engine!r} accepts only whole weights; set it to false", key=key)
 
 

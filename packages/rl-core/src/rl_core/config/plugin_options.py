@@ -58,7 +58,7 @@ def options_class(section: Section, name: str) -> type | None:
     """
     key = f"{section.path}.{section.field}"
     plugin = plugins.load(section.group, name, key=key)
-    cls = getattr(plugin, "options_class", None)
+    cls = plugin.options_class
     if cls is not None:
         _require_usable(cls, section, name, key)
     return cls

@@ -20,7 +20,7 @@ from rl_core.config.loading import known_paths
 from rl_core.config.tree import Config
 from rl_core.config.yaml12 import Yaml12Dumper
 from rl_core.errors import ConfigError, Mistakes, PluginError, nearest
-from rl_core.interfaces import Backend, HostSharing
+from rl_core.interfaces import Backend, EnginePlugin
 
 _T = TypeVar("_T")
 
@@ -121,10 +121,10 @@ def _are_on_one_host(config: Config) -> bool:
         return False
     engine = config.generator.inference_engine
     try:
-        plugin = plugins.load("rl_core.inference", engine.backend)
+        plugin: EnginePlugin = plugins.load("rl_core.inference", engine.backend)
     except PluginError:  # raised again when the plug-in is used
         return False
-    return isinstance(plugin, HostSharing) and plugin.is_on_this_host(engine.options)
+    return plugin.is_on_this_host(engine.options)
 
 
 def resolve(config: Config) -> Config:

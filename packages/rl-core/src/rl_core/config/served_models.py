@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core import plugins
 from rl_core.config.specs import engine_spec
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ModelServing, ServedModel
+from rl_core.interfaces import ServedModel
 
 _ENGINE, _BASE = "inference_engine", "base"
 _PLACE = "environment.options"
@@ -60,26 +59,13 @@ def with_served_models(options: Mapping[str, Any], served: Mapping[str, ServedMo
     return {**given, "url": served[_PLACE]} if _PLACE in served else given
 
 
-def serving_plugin(config: Config) -> ModelServing:
-    """The run's engine plug-in. Raises ConfigError if it serves only the policy, PluginError if it is not installed."""
-    name = config.generator.inference_engine.backend
-    plugin = plugins.load("rl_core.inference", name, key="generator.inference_engine.backend")
-    if isinstance(plugin, ModelServing):
-        return plugin
-    raise ConfigError(
-        f"got {_ENGINE}, but the engine {name!r} serves only the policy; set generator.inference_engine.backend=vllm, "
-        "or give the URL of another server",
-        key=f"{next(iter(asked_models(config.environment.options)))}.url",
-    )
-
-
 def require_servable_models(config: Config) -> None:
     """Raises ConfigError if the run's engine cannot serve a model that environments request, or if one batch cannot
     use the policy's adapter together with all adapters that environments request."""
     asked = asked_models(config.environment.options)
     if not asked:
         return
-    plugin, (_, spec) = serving_plugin(config), engine_spec(config)
+    plugin, spec = engine_spec(config)
     for place, adapter in asked.items():
         try:
             plugin.require_servable(spec, adapter)

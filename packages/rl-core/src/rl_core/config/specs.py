@@ -12,11 +12,10 @@ from rl_core.config import plugin_options
 from rl_core.config.tree import Config, EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.interfaces import (
-    EngineFree,
+    EnginePlugin,
     EngineSpec,
     GeneratorPlugin,
     GeneratorSpec,
-    InferencePlugin,
     LoraConfig,
     SamplingParams,
 )
@@ -24,7 +23,7 @@ from rl_core.interfaces import (
 _GENERATOR, _ENGINE = plugin_options.SECTIONS
 
 
-def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
+def engine_spec(config: Config) -> tuple[EnginePlugin, EngineSpec]:
     """The engine plug-in and its spec.
 
     Raises:
@@ -42,8 +41,7 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
         num_engines=engine.num_engines,
         max_num_seqs=engine.max_num_seqs,
         return_routed_experts=engine.enable_return_routed_experts,
-        return_kept_tokens=config.generator.sampling_params.is_truncated
-        and bool(getattr(plugin, "returns_kept_tokens", False)),
+        return_kept_tokens=config.generator.sampling_params.is_truncated and plugin.returns_kept_tokens,
         lora=trainer.policy.model.lora,
         sampling=config.generator.sampling_params.to_params(),
         eval_sampling=config.generator.eval_sampling_params.to_params(),
@@ -58,7 +56,7 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
     return plugin, spec
 
 
-def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] | None:
+def reference_engine_spec(config: Config) -> tuple[EnginePlugin, EngineSpec] | None:
     """The engine plug-in that computes the reference's log-probs, and its spec; None if ranks compute them.
 
     Raises:
@@ -121,7 +119,7 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
 def needs_engine(config: Config) -> bool:
     """Whether the generator needs an engine. Raises PluginError if the generator is not installed."""
     plugin = plugins.load(_GENERATOR.group, config.generator.type, key=f"{_GENERATOR.path}.{_GENERATOR.field}")
-    return not (isinstance(plugin, EngineFree) and plugin.needs_no_engine)
+    return plugin.needs_engine
 
 
 def environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
@@ -135,10 +133,10 @@ def environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
     return {**environment.options, **functions}
 
 
-def _require_accepted_arguments(plugin: InferencePlugin, config: Config) -> None:
+def _require_accepted_arguments(plugin: EnginePlugin, config: Config) -> None:
     generator = config.generator
     for name, sampling in (("sampling", generator.sampling_params), ("eval_sampling", generator.eval_sampling_params)):
-        if sampling.extra_args and not getattr(plugin, "accepts_extra_args", False):
+        if sampling.extra_args and not plugin.accepts_extra_args:
             raise ConfigError(
                 f"generator.{name}_params.extra_args: got {', '.join(map(str, sampling.extra_args))}, but the engine "
                 f"{generator.inference_engine.backend!r} has no further sampling parameters; remove this key, or "

@@ -1,27 +1,24 @@
 """The contracts between packages and the records that they exchange. Importing them does not import torch.
 
-`isinstance` with a Protocol checks only the names of members. The suites of `rl_core.testing` check the behaviour of a
-plug-in. Each optional ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`RouteReader`, `Inspectable`; of backends `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`,
-`RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `GrammarSampling`,
-`ModelServing`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`,
-`IdleMeasuring`, `AdapterServing`; of weight transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of
-generators `Closable`, `EngineFree`, `ResponseMeasuring`; of trackers `PhaseAware`; of engines and generators that
-declare keys `Configurable`. Of an `Environment`, they are methods and flags with defaults.
+Each contract is one class that authors inherit. What every plug-in must have is abstract; everything else has a
+default, and a flag where a run must know before it starts. The suites of `rl_core.testing` check the behaviour of a
+plug-in. Still separate Protocols are abilities of workers: `Offloadable`, `BackgroundSaver`, `Perturbable`,
+`RouteReader`, `Inspectable`; of backends: `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`,
+`RouteFollowing`, `RouteRecording`; of trackers: `PhaseAware`.
 
-A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
+A training package implements `Backend` and `Worker`. A rollout package implements `EnginePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. An environment package implements
 `Environment`. rl_core itself contains `WorkerGroup` and the loop. A plug-in gets what it needs as plain data, including
 its own options: `WorkerSpec`, `EngineSpec`, `GeneratorSpec`.
 
     training    a model and its update, `Worker`, `Backend`
     weights     what a sync sends, `WeightTransport`, its senders and receivers
-    inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
+    inference   token ids in, token ids out: `InferenceClient`, `EnginePlugin`
     messages    chat messages and tools, in the form that chat templates expect
     rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
     thoughts    a response's thinking, and the answer without it
     results     checks of what the methods of an environment return
-    options     `Configurable`, a plug-in that declares keys, and validators for these keys
+    options     validators of keys that a plug-in declares
     runs        `Recipe`, `Tracker`, `Callback`
 
 Import all names from this package; the modules that define them may change.
@@ -30,32 +27,19 @@ Import all names from this package; the modules that define them may change.
 from __future__ import annotations
 
 from rl_core.interfaces.inference import (
-    AdapterServing,
     Completion,
-    DeltaReceiving,
     EngineHealth,
     EnginePlan,
-    EnginePlanner,
+    EnginePlugin,
     EngineSpec,
     GenerateRequest,
-    GrammarSampling,
-    HostSharing,
-    IdleMeasuring,
     InferenceClient,
-    InferencePlugin,
     KeptTokens,
-    LossDetecting,
-    ModelServing,
     PauseMode,
-    Recovering,
     Sampler,
     SamplingParams,
-    Scoring,
     ServedModel,
-    Sleepable,
     StopReason,
-    WeightPreparing,
-    WeightReceivers,
 )
 from rl_core.interfaces.messages import (
     EXAMPLE_CALL,
@@ -70,7 +54,6 @@ from rl_core.interfaces.messages import (
 from rl_core.interfaces.options import (
     FINITE,
     Bound,
-    Configurable,
     above,
     at_least,
     at_most,
@@ -86,15 +69,12 @@ from rl_core.interfaces.results import (
 )
 from rl_core.interfaces.rollouts import (
     Action,
-    Closable,
-    EngineFree,
     Environment,
     Generator,
     GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
     PlacementKind,
-    ResponseMeasuring,
     Row,
     StepResult,
     Trajectory,
@@ -149,11 +129,8 @@ from rl_core.interfaces.training import (
     WorkerSpec,
 )
 from rl_core.interfaces.weights import (
-    CheckingTransport,
     Manifest,
-    NodeCheckingTransport,
     Rendezvous,
-    RunTransport,
     TensorRecord,
     WeightBucket,
     WeightReceiver,
@@ -214,32 +191,16 @@ __all__ = [
     "WeightSender",
     "WeightReceiver",
     "WeightTransport",
-    "CheckingTransport",
-    "NodeCheckingTransport",
-    "RunTransport",
     "SamplingParams",
     "GenerateRequest",
-    "DeltaReceiving",
-    "GrammarSampling",
-    "HostSharing",
-    "IdleMeasuring",
     "Completion",
     "EngineHealth",
     "Sampler",
     "InferenceClient",
-    "Sleepable",
-    "Recovering",
-    "LossDetecting",
-    "WeightPreparing",
-    "WeightReceivers",
-    "Scoring",
-    "AdapterServing",
     "ServedModel",
-    "ModelServing",
     "EngineSpec",
     "EnginePlan",
-    "EnginePlanner",
-    "InferencePlugin",
+    "EnginePlugin",
     "KeptTokens",
     "CHANNEL_TOKENS",
     "THOUGHT_TOKENS",
@@ -255,12 +216,8 @@ __all__ = [
     "Trajectory",
     "GroupRequest",
     "Generator",
-    "Closable",
-    "EngineFree",
-    "ResponseMeasuring",
     "GeneratorSpec",
     "GeneratorPlugin",
-    "Configurable",
     "FINITE",
     "Bound",
     "at_least",

@@ -1,14 +1,17 @@
 """Contracts of inference: the client that samples token ids for prompts of token ids (`InferenceClient`), and the
-plug-in that starts engines as an `EngineSpec` describes (`InferencePlugin`)."""
+plug-in that starts engines as an `EngineSpec` describes (`EnginePlugin`)."""
 
 from __future__ import annotations
 
+import asyncio
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 import numpy as np
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces.training import LoraConfig
 from rl_core.interfaces.weights import Manifest, Rendezvous
 
@@ -35,11 +38,11 @@ class SamplingParams:
     response."""
     ignore_eos: bool = False
     extra_args: Mapping[str, Any] = attrs.field(factory=dict)
-    """Further parameters of the engine's own sampling, by the engine's names. Only for engines whose plug-in has an
-    attribute `accepts_extra_args` that is true."""
+    """Further parameters of the engine's own sampling, by the engine's names. Only for engines whose plug-in
+    `accepts_extra_args`."""
     structural_tag: str | None = None
     """Grammar that the whole response must match: a structural tag of xgrammar, as JSON text. The reported log-probs
-    are then those of the constrained distribution. Only for engines of a `GrammarSampling` plug-in."""
+    are then those of the constrained distribution. Only for engines whose plug-in `accepts_structural_tags`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -125,10 +128,15 @@ class EngineHealth:
     num_waiting: int
 
 
-@runtime_checkable
-class Sampler(Protocol):
-    """The part of an `InferenceClient` that a `Generator` uses: it samples token ids for prompts of token ids."""
+def _unsupported(plugin: object, method: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(plugin).__name__} defines no `{method}`")
 
+
+class Sampler(Protocol):
+    """The part of an `InferenceClient` that a `Generator` uses: it samples token ids for prompts of token ids. Authors
+    inherit this class."""
+
+    @abstractmethod
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """Returns `num_samples` completions of the prompt. Raises GenerationError for a prompt that the engine cannot
         process, DeadlineError if the completions take too long."""
@@ -138,78 +146,45 @@ class Sampler(Protocol):
 PauseMode = Literal["keep", "abort", "wait"]
 
 
-@runtime_checkable
 class InferenceClient(Sampler, Protocol):
     """A sampler whose weights the loop updates. Every call has a deadline. A call that exceeds it raises an error that
-    says what the call waited for."""
+    says what the call waited for. Authors inherit this class; methods with a body are optional."""
 
+    can_sleep: bool = False
+    """Whether the engines can free their device memory between phases (`sleep`, `wake`)."""
+    can_score: bool = False
+    """Whether the engines can compute log-probs of given tokens (`score`, `vocab_size`)."""
+    can_prepare_weights: bool = False
+    """Whether the engines can receive weights of a staged transport while they sample (`prepare_weights`)."""
+
+    @abstractmethod
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stops sampling. Running requests pause (`keep`), return the tokens sampled so far (`abort`) or finish first
         (`wait`)."""
         ...
 
+    @abstractmethod
     async def resume(self) -> None: ...
 
+    @abstractmethod
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
         """Ends these requests, or all if None. Each returns the tokens sampled so far, with stop reason `abort`."""
         ...
 
+    @abstractmethod
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """Receives and loads a version of the weights. Returns the tensors that the engines received. If the update
         fails, the engine continues to serve the old version or, if the old weights are already overwritten, serves
         nothing until a later update succeeds."""
         ...
 
+    @abstractmethod
     async def health(self) -> EngineHealth: ...
 
+    @abstractmethod
     async def close(self) -> None: ...
 
-
-@runtime_checkable
-class Sleepable(Protocol):
-    """A client whose engines can free their device memory between phases."""
-
-    async def sleep(self) -> None:
-        """Frees the memory of weights and cache. Callers ensure that no request is running, and send none before `wake`
-        and `update_weights`. A request to an engine without weights raises GenerationError. A second call does
-        nothing."""
-        ...
-
-    async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocates the memory again: all of it (None), or the named parts. The part `weights` is then filled by
-        `update_weights`; the part `kv_cache` is needed for sampling. Parts that are already allocated do not change."""
-        ...
-
-
-@runtime_checkable
-class WeightReceivers(Protocol):
-    """A client whose engines receive weights in several processes. Other clients have one receiver."""
-
-    def num_weight_receivers(self) -> int:
-        """Number of processes that will create a receiver in the next `update_weights`. Processes of dead engines do
-        not count."""
-        ...
-
-
-@runtime_checkable
-class Scoring(Protocol):
-    """A client whose engines can compute log-probs of given tokens. Weight verification compares them with the
-    trainer's."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary: token ids are smaller."""
-        ...
-
-    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
-        """Scores the sequences with every engine in service. Returns engine's name → for every sequence,
-        log p(token t | previous tokens) of each token at temperature 1; 0.0 for the first token."""
-        ...
-
-
-@runtime_checkable
-class WeightPreparing(Protocol):
-    """A client whose engines can receive weights of a staged transport while they sample."""
+    # --- weight syncs -------------------------------------------------------------------------------------------------
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
         """Lets every engine receive and check the version without loading it. `update_weights` with the same rendezvous
@@ -218,59 +193,55 @@ class WeightPreparing(Protocol):
         Raises:
             WeightSyncError: an engine received incomplete or wrong weights. All engines still serve the old version.
         """
-        ...
+        raise _unsupported(self, "prepare_weights")
 
+    def num_weight_receivers(self) -> int:
+        """Number of processes that will create a receiver in the next `update_weights`. Processes of dead engines do
+        not count."""
+        return 1
 
-@runtime_checkable
-class AdapterServing(Protocol):
-    """A client whose engines keep the base model and serve low-rank adapters for it: the policy's adapter, which
-    `update_weights` replaces in place, and other adapters by name."""
+    # --- devices that engines and models share ------------------------------------------------------------------------
 
-    async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
-        """Makes every engine, including engines that restart later, serve the adapter at `path` as the model `name`. If
-        the name exists, its adapter is replaced in place: running requests continue with the new adapter.
+    async def sleep(self) -> None:
+        """Frees the memory of weights and cache. Callers ensure that no request is running, and send none before `wake`
+        and `update_weights`. A request to an engine without weights raises GenerationError. A second call does
+        nothing."""
+        raise _unsupported(self, "sleep")
 
-        Args:
-            name: the model name that OpenAI clients request; not one of the policy's names.
-            path: a directory in peft's format (`adapter_config.json`, `adapter_model.safetensors`) that the engines
-                can read.
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Allocates the memory again: all of it (None), or the named parts. The part `weights` is then filled by
+        `update_weights`; the part `kv_cache` is needed for sampling. Parts that are already allocated do not change."""
+        raise _unsupported(self, "wake")
 
-        Raises:
-            GenerationError: an engine refused the adapter, and still serves the adapter that had this name before; an
-                engine failed after it had accepted the adapter, and serves nothing under this name; or the adapter
-                gives log-probs that are not finite.
-        """
-        ...
+    # --- log-probs, with which weights are verified and a reference is served -----------------------------------------
 
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary: token ids are smaller."""
+        raise _unsupported(self, "vocab_size")
 
-@runtime_checkable
-class IdleMeasuring(Protocol):
-    """A client of several engines that measures how long each of them was idle."""
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """Scores the sequences with every engine in service. Returns engine's name → for every sequence,
+        log p(token t | previous tokens) of each token at temperature 1; 0.0 for the first token."""
+        raise _unsupported(self, "score")
+
+    # --- several engines, and engines that are restarted --------------------------------------------------------------
 
     def idle_lap(self) -> Mapping[str, float]:
-        """Engine number → seconds for which the engine had no request or was down since the last call of this
-        method."""
-        ...
-
-
-@runtime_checkable
-class Recovering(Protocol):
-    """A client that restarts failed engines. A restarted engine serves nothing until it has the current version: the
-    trainer publishes the version again between two steps, or the next version at the end of a step."""
+        """Engine number → seconds for which the engine had no request or was down since the last call of this method.
+        Empty: not measured."""
+        return {}
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether an engine is running without the current version, and no update is in progress."""
-        ...
+        """Whether a restarted engine is running without the current version, and no update is in progress. It serves
+        nothing until it has the version: the trainer publishes it again between two steps, or the next version at the
+        end of a step."""
+        return False
 
     async def needs_weights(self) -> None:
-        """Returns as soon as `lacks_weights` is true."""
-        ...
-
-
-@runtime_checkable
-class LossDetecting(Protocol):
-    """A client that restarts failed engines, and detects whether one failed during an update."""
+        """Returns as soon as `lacks_weights` is true. By default, waits until it is cancelled."""
+        await asyncio.get_running_loop().create_future()
 
     async def has_lost_engines(self) -> bool:
         """Returns whether an engine or the connection to it was lost during an update. If so, another update may
@@ -280,7 +251,7 @@ class LossDetecting(Protocol):
         Raises:
             DeadlineError: no engine was left, and none restarted in time.
         """
-        ...
+        return False
 
 
 @attrs.frozen(kw_only=True)
@@ -288,7 +259,7 @@ class EngineSpec:
     """Plain data with everything that an engine needs to know before it starts."""
 
     options: Any
-    """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
+    """An instance of `EnginePlugin.options_class`; None if it has none."""
     model_path: str
     """Directory or name of the model. The engine uses its tokenizer, and its weights until the first update."""
     dtype: Literal["bfloat16", "float16", "float32"]
@@ -301,7 +272,7 @@ class EngineSpec:
     """Whether completions have `routed_experts`."""
     return_kept_tokens: bool = False
     """Whether completions have `kept_tokens`, because training samples are truncated (top-p, top-k, min-p). Set only
-    for a plug-in with an attribute `returns_kept_tokens` that is true; other plug-ins cannot truncate them."""
+    if `EnginePlugin.returns_kept_tokens`; other engines cannot truncate them."""
     lora: LoraConfig
     """The policy's adapters. If `lora.is_sent_alone`, updates contain only the adapter; else they contain whole
     weights."""
@@ -313,7 +284,8 @@ class EngineSpec:
     init_kwargs: Mapping[str, Any]
     """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool
-    """Whether training uses the same devices. If so, the engine frees their memory between phases (see `Sleepable`)."""
+    """Whether training uses the same devices. If so, the engine frees their memory between phases
+    (`InferenceClient.sleep`)."""
     seed: int
     """Seed of the run. Each request has its own seed."""
     num_threads: int | None
@@ -338,30 +310,6 @@ class ServedModel:
     """The API key."""
 
 
-@runtime_checkable
-class ModelServing(Protocol):
-    """An engine plug-in whose engines can answer environments' requests to a model other than the policy: the base
-    model alone, or the base model with another adapter."""
-
-    def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
-        """Raises ConfigError if engines started with `spec` cannot serve the model. Called before any process is
-        started. `serve_model` explains `adapter`."""
-        ...
-
-    async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
-        """Serves the model until the client is closed. Engines that restart serve it again.
-
-        Args:
-            client: made by this plug-in's `create`.
-            adapter: a directory in peft's format; None: the model at `EngineSpec.model_path`, without an adapter.
-
-        Raises:
-            GenerationError: an engine cannot serve the model.
-            DeadlineError: an engine did not respond in time.
-        """
-        ...
-
-
 @attrs.frozen(kw_only=True)
 class EnginePlan:
     """Planned memory use of one device of an engine."""
@@ -374,7 +322,7 @@ class EnginePlan:
     computing_bytes: int
     """Estimated memory of an engine step besides weights, keys and values."""
     asleep_bytes: int
-    """Estimated device memory that stays in use while the engine sleeps (see `Sleepable`)."""
+    """Estimated device memory that stays in use while the engine sleeps."""
     asleep_host_bytes: int
     """Host memory per device that the engine uses while it sleeps."""
     memory_share: float
@@ -383,57 +331,64 @@ class EnginePlan:
     can_sleep: bool
 
 
-@runtime_checkable
-class EnginePlanner(Protocol):
-    """An engine plug-in that can plan the memory of its devices without starting anything (`rl plan`)."""
-
-    def plan(self, spec: EngineSpec) -> EnginePlan:
-        """Returns the plan of one device. Raises ConfigError if the engine cannot be split over devices as `spec` says,
-        or if the model's sizes are unknown."""
-        ...
-
-
-@runtime_checkable
-class DeltaReceiving(Protocol):
-    """An engine plug-in whose engines accept syncs that send only changes (`Rendezvous.delta`)."""
-
-    @property
-    def receives_deltas(self) -> bool: ...
-
-
-@runtime_checkable
-class GrammarSampling(Protocol):
-    """An engine plug-in whose engines accept `SamplingParams.structural_tag`."""
-
-    @property
-    def accepts_structural_tags(self) -> bool: ...
-
-
-@runtime_checkable
-class HostSharing(Protocol):
-    """An engine plug-in that reports whether its engines run on the controller's machine. If they do, the default
-    transport is shared memory."""
-
-    def is_on_this_host(self, options: Any) -> bool:
-        """Whether all engines run on the controller's machine with these options (`EngineSpec.options`)."""
-        ...
-
-
-@runtime_checkable
-class InferencePlugin(Protocol):
+class EnginePlugin(Protocol):
     """The object of an entry point of `rl_core.inference`, which creates an engine and its client. Its module must not
-    import torch. A plug-in that declares keys is also `Configurable`."""
+    import torch. Authors inherit this class; methods with a body are optional."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    options_class: type | None = None
+    """Declares the engine's own keys in `generator.inference_engine`
+    (`rl_core.interfaces.options`). None: it has none."""
+    returns_kept_tokens: bool = False
+    """Whether completions can have `kept_tokens` (`EngineSpec.return_kept_tokens`)."""
+    receives_deltas: bool = False
+    """Whether the engines accept syncs that send only changes (`Rendezvous.delta`)."""
+    receives_adapters: bool = False
+    """Whether the engines accept syncs that send only the policy's adapter (`EngineSpec.lora.is_sent_alone`)."""
+    accepts_extra_args: bool = False
+    """Whether the engines accept `SamplingParams.extra_args`."""
+    accepts_structural_tags: bool = False
+    """Whether the engines accept `SamplingParams.structural_tag`."""
 
     def validate(self, spec: EngineSpec) -> None:
         """Raises ConfigError if the engines cannot run as `spec` says. Called before any process is started.
 
         A missing model is not an error: recipes may create it after this call.
         """
-        ...
 
+    @abstractmethod
     async def create(self, spec: EngineSpec) -> InferenceClient:
         """Starts the engines. They serve the weights of `spec.model_path` until the first update."""
         ...
+
+    def is_on_this_host(self, options: Any) -> bool:
+        """Whether all engines run on the controller's machine with these options (`EngineSpec.options`). If they do,
+        the default transport is shared memory."""
+        return False
+
+    def plan(self, spec: EngineSpec) -> EnginePlan | None:
+        """Plans the memory of one device without starting anything (`rl plan`). None: the engine cannot plan it. Raises
+        ConfigError if the engine cannot be split over devices as `spec` says, or if the model's sizes are unknown."""
+        return None
+
+    def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
+        """Raises ConfigError if engines started with `spec` cannot answer environments' requests to the model, as
+        `serve_model` explains it. Called before any process is started."""
+        raise ConfigError(
+            f"the engine {self.name!r} serves only the policy; set generator.inference_engine.backend=vllm, or give "
+            "the URL of another server"
+        )
+
+    async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
+        """Serves a model other than the policy until the client is closed: the base model alone, or with another
+        adapter. Engines that restart serve it again.
+
+        Args:
+            client: made by this plug-in's `create`.
+            adapter: a directory in peft's format; None: the model at `EngineSpec.model_path`, without an adapter.
+
+        Raises:
+            GenerationError: an engine cannot serve the model.
+            DeadlineError: an engine did not respond in time.
+        """
+        raise _unsupported(self, "serve_model")

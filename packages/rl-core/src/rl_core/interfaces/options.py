@@ -1,31 +1,22 @@
-"""The contract of plug-ins that declare configuration keys (`Configurable`), and validators for these keys. The
-validators' errors have the same form as errors about the core's keys."""
+"""Validators of the keys that a plug-in declares (`options_class`). Their errors have the same form as errors about the
+core's keys.
+
+An options class is a frozen attrs class whose fields are the keys. Users write them next to the core's keys in
+`generator.inference_engine` or `generator`; they are loaded, shown and documented in the same way. Each field has a
+default, a type that YAML can represent, and below it a docstring that explains the key. No field may have the name of a
+core key. The key of a validator's ConfigError is the field's name, as in the validators below. The loader puts the
+section in front of it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import attrs
 
 from rl_core.errors import ConfigError
-
-
-@runtime_checkable
-class Configurable(Protocol):
-    """An engine or generator that declares keys. Users write them next to the core's keys in
-    `generator.inference_engine` or `generator`; they are loaded, shown and documented in the same way."""
-
-    @property
-    def options_class(self) -> type:
-        """A frozen attrs class whose fields are the keys. Each field has a default, a type that YAML can represent, and
-        below it a docstring that explains the key. No field may have the name of a core key.
-
-        The key of a validator's ConfigError is the field's name, as in the validators below. The loader puts the
-        section in front of it.
-        """
-        ...
 
 
 @attrs.frozen

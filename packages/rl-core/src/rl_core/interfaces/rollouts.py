@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import attrs
 
@@ -250,22 +250,24 @@ class GroupRequest:
     start_version: int
 
 
-@runtime_checkable
 class Generator(Protocol):
     """Runs the episodes of prompts, and returns them as trajectories. A generator only samples from the engine
-    (`Sampler`); the loop pauses and aborts requests and updates weights.
+    (`Sampler`); the loop pauses and aborts requests and updates weights. Authors inherit this class; methods with a
+    body are optional."""
 
-    A generator may also have a method `prove(row, *, anew)`, called for some rows before a run. It raises DataError or
-    ConfigError if the policy would not see all of the row's conversation, and returns the number of kinds of
-    conversations proved so far. With `anew` it proves the row even if it has proved another row of its kind."""
+    stop_tokens: Sequence[int] = ()
+    """Tokens that end responses in addition to the model's own. The exported model's generation configuration names
+    them."""
 
+    @abstractmethod
     def prompt_length(self, row: Row) -> int:
         """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded.
 
-        A dry run calls this only for the shortest and longest prompts and, if the generator has a method
-        `may_have_unknown_tokens(row) -> bool`, for the rows for which it is true."""
+        A dry run calls this only for the shortest and longest prompts, and for the rows for which
+        `may_have_unknown_tokens` is true."""
         ...
 
+    @abstractmethod
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """Returns `num_samples` trajectories in the order of the samples. A failed episode is a Trajectory with
         `failure`.
@@ -275,24 +277,23 @@ class Generator(Protocol):
         """
         ...
 
+    def response_length(self, row: Row) -> int | None:
+        """Number of tokens of the row's longest stored response, counted from its first trained token. None: responses
+        are sampled. Raises the same errors as `prompt_length`."""
+        return None
 
-@runtime_checkable
-class ResponseMeasuring(Protocol):
-    """A generator whose responses come from the rows, so their lengths are known in advance."""
+    def may_have_unknown_tokens(self, row: Row) -> bool:
+        """Whether the row's prompt may have tokens beyond the model's vocabulary."""
+        return False
 
-    def response_length(self, row: Row) -> int:
-        """Number of tokens of the row's longest response, counted from its first trained token. Raises the same errors
-        as `prompt_length`."""
-        ...
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """A generator that must be closed, for example because it has started processes."""
+    def prove(self, row: Row, *, anew: bool) -> int:
+        """Called for some rows before a run. Raises DataError or ConfigError if the policy would not see all of the
+        row's conversation, and returns the number of kinds of conversations proved so far. With `anew`, proves the row
+        even if it has proved another row of its kind."""
+        return 0
 
     async def aclose(self) -> None:
         """Releases the generator's resources, such as processes. Called once, after the last episode."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -300,7 +301,7 @@ class GeneratorSpec:
     """Plain data with everything that a generator needs to know before the first prompt."""
 
     options: Any
-    """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
+    """An instance of `GeneratorPlugin.options_class`; None if it has none."""
     model_path: str
     """Directory or name of the policy's model. The generator uses its tokenizer and chat template."""
     max_turns: int
@@ -329,31 +330,26 @@ class GeneratorSpec:
     """Whether prompts of text begin with the tokens with which the tokenizer begins a text."""
 
 
-@runtime_checkable
 class GeneratorPlugin(Protocol):
-    """Creates the generator: the object of an entry point of `rl_core.generators`. Its module must not import torch. A
-    plug-in that declares keys is also `Configurable`."""
+    """Creates the generator: the object of an entry point of `rl_core.generators`. Its module must not import torch.
+    Authors inherit this class; methods with a body are optional."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    options_class: type | None = None
+    """Declares the generator's own keys in `generator`
+    (`rl_core.interfaces.options`). None: it has none."""
+    needs_engine: bool = True
+    """False: trajectories come from the rows, so nothing is sampled. No engine is started, no weights are published,
+    and evaluation computes the training loss of held-out rows."""
 
     def validate(self, spec: GeneratorSpec) -> None:
         """Raises ConfigError if the generator cannot run as `spec` says. Called before any process is started.
 
         A missing model is not an error: recipes may create it after this call.
         """
-        ...
 
+    @abstractmethod
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         """Creates the generator of a run. Called once, after the engine has started. Raises ConfigError or PluginError
         if the generator cannot run as `spec` says."""
         ...
-
-
-@runtime_checkable
-class EngineFree(Protocol):
-    """A `GeneratorPlugin` that samples nothing, because its trajectories come from the rows. No engine is started, no
-    weights are published, and evaluation computes the training loss of held-out rows."""
-
-    @property
-    def needs_no_engine(self) -> bool: ...

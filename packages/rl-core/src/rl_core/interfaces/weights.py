@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -116,41 +117,39 @@ class Rendezvous:
 
 
 class WeightSender(Protocol):
-    """A rank's side of a sync."""
+    """A rank's side of a sync. Authors inherit this class."""
 
+    @abstractmethod
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
         """Sends all `buckets`, and returns what this rank sent. Every rank must exhaust its iterator."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """An engine's side of a sync, created as `Class(rendezvous)` in every engine process that holds weights."""
+    """An engine's side of a sync, created as `Class(rendezvous)` in every engine process that holds weights. Authors
+    inherit this class."""
 
-    @property
-    def is_staged(self) -> bool:
-        """The same value as `WeightTransport.is_staged`."""
-        ...
+    is_staged: bool
+    """The same value as `WeightTransport.is_staged`."""
 
+    @abstractmethod
     def receive(self, version: int) -> Iterator[WeightBucket]:
         """Yields every bucket of `version`. The caller may keep the buckets' data. Raises WeightSyncError for another
         version, or for damaged or missing data; the caller then discards all earlier buckets."""
         ...
 
 
-@runtime_checkable
 class WeightTransport(Protocol):
-    """Sends weights from ranks to engines (entry-point group `rl_core.weight_transports`)."""
+    """Sends weights from ranks to engines (entry-point group `rl_core.weight_transports`). Authors inherit this class;
+    methods with a body are optional."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    is_staged: bool
+    """True: data can be read until `close`, even by receivers that start late or read again, and after a failed sync an
+    engine still has its old version. False: senders and receivers must run at the same time, and after a failed sync an
+    engine has no usable weights."""
 
-    @property
-    def is_staged(self) -> bool:
-        """True: data can be read until `close`, even by receivers that start late or read again, and after a failed
-        sync an engine still has its old version. False: senders and receivers must run at the same time, and after a
-        failed sync an engine has no usable weights."""
-        ...
-
+    @abstractmethod
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Prepares one sync, and returns what its senders and receivers need. Called on the controller.
 
@@ -160,40 +159,25 @@ class WeightTransport(Protocol):
         """
         ...
 
+    @abstractmethod
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
         """Creates a rank's sender. Called in the rank's process."""
         ...
 
+    @abstractmethod
     def close(self, rendezvous: Rendezvous) -> None:
         """Removes what `open` created, and ends the waits of senders and receivers. Called on the controller, even
         after a failed sync. A second call does nothing."""
         ...
 
-
-@runtime_checkable
-class CheckingTransport(Protocol):
-    """A transport that does not work on every machine."""
-
     def validate(self) -> None:
         """Raises ConfigError if this machine cannot open a sync. Called on the controller before a run; starts
         nothing."""
-        ...
-
-
-@runtime_checkable
-class NodeCheckingTransport(Protocol):
-    """A transport that may not work between machines."""
 
     def validate_nodes(self, num_nodes: int) -> None:
         """Raises ConfigError if the transport does not work when the policy trains on `num_nodes` machines. Called on
         the controller before a run; starts nothing."""
-        ...
-
-
-@runtime_checkable
-class RunTransport(Protocol):
-    """A transport that writes files, whose names include the run's name."""
 
     def of_run(self, run: str) -> WeightTransport:
-        """Returns this transport for the run with this name."""
-        ...
+        """Returns this transport for the run with this name, for example to put the name into names of files."""
+        return self

@@ -51,7 +51,7 @@ class HeldWeights:
             raise WeightSyncError(f"got changes relative to weights {base}, but {who} holds {self.id or 'none'}")
 
 
-class DeltaSender:
+class DeltaSender(WeightSender):
     """The rank's end of a delta sync. Wraps another sender and sends whole weights, or only changes if `delta` has a
     base."""
 

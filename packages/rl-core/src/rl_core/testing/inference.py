@@ -34,9 +34,7 @@ from rl_core.interfaces import (
     Manifest,
     Rendezvous,
     SamplingParams,
-    Sleepable,
     StopReason,
-    WeightPreparing,
     WeightTransport,
 )
 from rl_core.rank_kit.weight_buckets import pack_buckets, require_same, tensor_record
@@ -425,8 +423,8 @@ class InferenceClientConformance:
 
     def test_a_prepared_version_is_served_when_its_own_sync_says_so(self, bench: Bench) -> None:
         client = bench.client
-        if not (isinstance(client, WeightPreparing) and bench.transport.is_staged):
-            pytest.skip("the client is not WeightPreparing, or the transport is not staged")
+        if not (client.can_prepare_weights and bench.transport.is_staged):
+            pytest.skip("the client cannot prepare weights, or the transport is not staged")
         version, given_up, tensors = bench.version + 1, bench.perturbed(31), bench.perturbed(32)
 
         async def prepare(tensors: dict[str, Tensor]) -> Rendezvous:
@@ -457,8 +455,8 @@ class InferenceClientConformance:
 
     def test_an_engine_that_slept_serves_what_it_is_given_when_it_wakes(self, bench: Bench) -> None:
         client = bench.client
-        if not isinstance(client, Sleepable):
-            pytest.skip("the client does not implement the optional Protocol Sleepable")
+        if not client.can_sleep:
+            pytest.skip("the engine cannot sleep")
         for call in (client.sleep, client.sleep, client.wake, client.wake):
             bench.run(call())
         self.test_new_weights_are_served_and_named(bench)

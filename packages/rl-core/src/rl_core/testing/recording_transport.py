@@ -9,12 +9,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from rl_core.interfaces import Manifest, Rendezvous, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, WeightBucket, WeightSender, WeightTransport
 from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 
 @attrs.frozen
-class RecordingTransport:
+class RecordingTransport(WeightTransport):
     """A `WeightTransport` without receivers. Each rank writes its tensors to the directory of the rendezvous."""
 
     directory: Path | None = None
@@ -42,7 +42,7 @@ recording_transport = RecordingTransport()
 
 
 @attrs.frozen
-class RecordingSender:
+class RecordingSender(WeightSender):
     """The rank's end of the transport."""
 
     path: Path

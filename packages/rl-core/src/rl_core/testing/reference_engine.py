@@ -16,6 +16,7 @@ from rl_core.interfaces import (
     Completion,
     EngineHealth,
     GenerateRequest,
+    InferenceClient,
     KeptTokens,
     Manifest,
     PauseMode,
@@ -38,12 +39,14 @@ class _Running:
     is_aborted: bool = False
 
 
-class ReferenceEngine:
-    """An `InferenceClient` without key/value cache and batching, which computes on the event loop. Accepts weights
+class ReferenceEngine(InferenceClient):
+    """An engine without key/value cache and batching, which computes on the event loop. Accepts weights
     through any transport.
 
-    The engine is `Sleepable`: sleeping releases the weights, and the engine generates nothing until new weights arrive.
+    Sleeping releases the weights, and the engine generates nothing until new weights arrive.
     """
+
+    can_sleep = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import attrs
 
 from rl_core.errors import DeadlineError, WeightSyncError
-from rl_core.interfaces import Manifest, Rendezvous, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, WeightBucket, WeightReceiver, WeightSender, WeightTransport
 from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 @attrs.frozen
-class MemoryTransport:
+class MemoryTransport(WeightTransport):
     """A `WeightTransport` for ranks and engines in one process."""
 
     name: str = "memory"
@@ -58,7 +58,7 @@ class MemoryTransport:
                 sync.changed.notify_all()
 
 
-class MemorySender:
+class MemorySender(WeightSender):
     """The rank's end of the transport."""
 
     def __init__(self, sync: Sync, rank: int) -> None:
@@ -73,7 +73,7 @@ class MemorySender:
         return manifest_of(kept, version)
 
 
-class MemoryReceiver:
+class MemoryReceiver(WeightReceiver):
     """The engine's end of the transport."""
 
     is_staged = True

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Completion, GenerateRequest, StopReason
+from rl_core.interfaces import Completion, GenerateRequest, Sampler, StopReason
 
 Script = Callable[[GenerateRequest], Sequence[int]]
 """Returns the tokens of the response to a request. Tokens beyond the request's `max_tokens` are cut off."""
@@ -23,8 +23,8 @@ class Exchange:
     completion: Completion
 
 
-class ScriptedClient:
-    """A `Sampler` without a model.
+class ScriptedClient(Sampler):
+    """An engine without a model.
 
     A response ends where its script ends, or after the first of `end_tokens` in it. The log-probs of the
     first 2**20 tokens all differ. The policy version of a completion is the value of `version` at the time of sampling.

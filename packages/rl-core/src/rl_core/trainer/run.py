@@ -26,7 +26,7 @@ from rl_core.config import (
     needs_reference,
 )
 from rl_core.config.context import EVALUATION, TRAINING
-from rl_core.config.served_models import asked_models, serving_plugin, with_served_models
+from rl_core.config.served_models import asked_models, with_served_models
 from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import (
     ConfigError,
@@ -40,17 +40,13 @@ from rl_core.errors import (
 )
 from rl_core.held_folders import reclaim_folders
 from rl_core.interfaces import (
-    AdapterServing,
     Callback,
-    Closable,
     Generator,
     GeneratorPlugin,
     GeneratorSpec,
     InferenceClient,
     Role,
-    RunTransport,
     Sampler,
-    Scoring,
     Trajectory,
     WeightTransport,
 )
@@ -247,7 +243,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         train_rows = await fitting(train_rows, generator, config, TRAINING)
         eval_rows = await fitting(eval_rows, generator, config, EVALUATION)
         models = await stack.enter_async_context(_models(config, train_rows))
-        models = attrs.evolve(models, stop_tokens=tuple(getattr(generator, "stop_tokens", ())))
+        models = attrs.evolve(models, stop_tokens=tuple(generator.stop_tokens))
         total_steps = num_steps(config, len(train_rows))
         run_is = with_prompts(run_is, len(train_rows))
         if checkpoint is None:
@@ -399,8 +395,7 @@ async def _generator(plugin: GeneratorPlugin, spec: GeneratorSpec, client: Sampl
     try:
         yield generator
     finally:
-        if isinstance(generator, Closable):
-            await _closed(generator.aclose, "the generator")
+        await _closed(generator.aclose, "the generator")
 
 
 @asynccontextmanager
@@ -409,12 +404,6 @@ async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
     engine.validate(spec)
     client = await engine.create(spec)
     try:
-        if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
-            raise ConfigError(
-                f"got false, but the engine {engine.name!r} takes whole weights only; set it to true, or choose "
-                "generator.inference_engine.backend=vllm",
-                key="trainer.policy.model.lora.merge_lora",
-            )
         yield client
     finally:
         await _closed(client.close, "the inference engine")
@@ -424,7 +413,7 @@ async def _with_served_models(config: Config, options: Mapping[str, Any], client
     """Lets the engines serve the models that environments query (`url: inference_engine`). Returns the environments'
     options with these models' addresses."""
     asked = asked_models(options)
-    served = {place: await serving_plugin(config).serve_model(client, adapter) for place, adapter in asked.items()}
+    served = {place: await engine_spec(config)[0].serve_model(client, adapter) for place, adapter in asked.items()}
     return with_served_models(options, served)
 
 
@@ -475,14 +464,13 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
     engine.validate(spec)
     client = await engine.create(spec)
     try:
-        scoring = client if isinstance(client, Scoring) else None
-        if scoring is None:
+        if not client.can_score:
             raise ConfigError(
                 f"got {engine.name!r}, whose engines cannot score tokens; choose one that can, or leave the key out, "
                 "so that ranks compute the reference's log-probs",
                 key="trainer.ref.inference_backend",
             )
-        yield ServedReference(scoring, timeout_s=config.trainer.worker_timeout_s)
+        yield ServedReference(client, timeout_s=config.trainer.worker_timeout_s)
     finally:
         await _closed(client.close, "the reference's engine")
 
@@ -517,7 +505,7 @@ def _engines(config: Config, models: Models, client: InferenceClient | None, *, 
 
 def _transport(config: Config) -> WeightTransport:
     transport = plugins.load("rl_core.weight_transports", config.weight_transport)
-    return transport.of_run(config.run_dir.resolve().name) if isinstance(transport, RunTransport) else transport
+    return transport.of_run(config.run_dir.resolve().name)
 
 
 def _callback(path: str) -> Callback:

@@ -24,7 +24,15 @@ import attrs
 import torch
 
 from rl_core.errors import DeadlineError, GenerationError, RLError
-from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, PauseMode, Rendezvous
+from rl_core.interfaces import (
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    InferenceClient,
+    Manifest,
+    PauseMode,
+    Rendezvous,
+)
 from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_core.rank_kit.weight_deltas import HeldWeights
 from rl_rollout.local.model import StagedWeights, eos_tokens, stage
@@ -49,9 +57,12 @@ class _Call:
     waiters: list[asyncio.Future[tuple[Completion, ...]]] = attrs.field(factory=list)
 
 
-class LocalEngine:
-    """Implements `InferenceClient` for a model in this process. Create it with `start`, and call its methods on the
-    event loop that called `start`."""
+class LocalEngine(InferenceClient):
+    """Computes with a model in this process. Create it with `start`, and call its methods on the event loop that called
+    `start`."""
+
+    can_score = True
+    can_prepare_weights = True
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s

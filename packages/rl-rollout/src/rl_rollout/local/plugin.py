@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import attrs
-
 from rl_core import plugins
 from rl_core.errors import ConfigError, nearest
-from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient
+from rl_core.interfaces import EnginePlan, EnginePlugin, EngineSpec, InferenceClient
 from rl_rollout.memory import BYTES_OF, sampling_bytes, shape_of
 
 if TYPE_CHECKING:
@@ -35,14 +33,13 @@ _LOADING = (
 _COMMON_FIELDS = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache")
 
 
-@attrs.frozen
-class LocalEnginePlugin:
-    """Implements `InferencePlugin` for the `local` engine, which runs in the trainer's process on one device, without a
+class LocalEnginePlugin(EnginePlugin):
+    """Starts the `local` engine, which runs in the trainer's process on one device, without a
     server and without Ray."""
 
-    receives_deltas: bool = True
-    returns_kept_tokens: bool = True
-    name: str = "local"
+    name = "local"
+    receives_deltas = True
+    returns_kept_tokens = True
 
     def validate(self, spec: EngineSpec) -> None:
         """Raises ConfigError for options that this engine does not support."""
@@ -53,12 +50,6 @@ class LocalEnginePlugin:
                 f"got {spec.num_engines}, but there is only one local engine; set it to 1{remedy}",
                 key=f"{_SECTION}.num_engines",
             )
-        if spec.lora.is_sent_alone:
-            raise ConfigError(
-                "got false, but the local engine accepts only whole weights; set it to true, or choose "
-                f"{_SECTION}.backend=vllm",
-                key="trainer.policy.model.lora.merge_lora",
-            )
         _require_known(spec)
         if spec.max_num_seqs < 1:
             raise ConfigError(f"got {spec.max_num_seqs}, expected at least 1", key=f"{_SECTION}.max_num_seqs")
@@ -68,7 +59,8 @@ class LocalEnginePlugin:
         return True
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
-        """See `EnginePlanner`. For latent attention, transformers caches the expanded keys and values of every head."""
+        """See `EnginePlugin.plan`. For latent attention, transformers caches the expanded keys and values of every
+        head."""
         shape, size = shape_of(spec), BYTES_OF[spec.dtype]
         latent = shape.latent
         heads = 0 if latent is None else latent.qk_head_dim + latent.qk_rope_head_dim + latent.v_head_dim

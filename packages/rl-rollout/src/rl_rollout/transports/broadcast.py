@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.interfaces import Rendezvous
+from rl_core.interfaces import Rendezvous, WeightTransport
 
 if TYPE_CHECKING:
     from rl_rollout.transports.broadcast_ends import BroadcastSender
 
 
 @attrs.frozen
-class BroadcastTransport:
+class BroadcastTransport(WeightTransport):
     """Implements `WeightTransport` with process groups of torch."""
 
     host: str | None = None

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver, WeightSender
 from rl_core.rank_kit.host_memory import fresh_memory
 from rl_core.rank_kit.weight_buckets import bucket_records, packed_into
 from rl_rollout.transports.channel import Channel
@@ -43,7 +43,7 @@ _LOOK_S = 0.001
 _LOOKS_PER_STORE = 100
 
 
-class BroadcastSender:
+class BroadcastSender(WeightSender):
     """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
@@ -111,7 +111,7 @@ class Stages:
         return packed_into(self._stages[0][: bucket.num_bytes], bucket)
 
 
-class BroadcastReceiver:
+class BroadcastReceiver(WeightReceiver):
     """Receives the weights of all ranks in an engine process."""
 
     is_staged = False

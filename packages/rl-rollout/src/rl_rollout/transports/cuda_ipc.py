@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.interfaces import Rendezvous
+from rl_core.interfaces import Rendezvous, WeightTransport
 
 if TYPE_CHECKING:
     from rl_rollout.transports.cuda_ipc_ends import CudaIpcSender
 
 
 @attrs.frozen
-class CudaIpcTransport:
+class CudaIpcTransport(WeightTransport):
     """Implements `WeightTransport` between processes that can see the same GPUs."""
 
     timeout_s: float = 600.0

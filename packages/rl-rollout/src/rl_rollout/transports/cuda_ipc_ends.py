@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver, WeightSender
 from rl_core.rank_kit.weight_buckets import bucket_records
 from rl_rollout.transports.channel import Channel
 from rl_rollout.transports.sync_log import (
@@ -34,7 +34,7 @@ from rl_rollout.transports.sync_log import (
 _BUCKETS_UNDER_WAY = 2
 
 
-class CudaIpcSender:
+class CudaIpcSender(WeightSender):
     """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
@@ -73,7 +73,7 @@ class CudaIpcSender:
         return tensors
 
 
-class CudaIpcReceiver:
+class CudaIpcReceiver(WeightReceiver):
     """Receives the weights of all ranks in an engine process."""
 
     is_staged = False

@@ -24,7 +24,15 @@ import attrs
 
 from rl_core.errors import ConfigError, DeadlineError, WeightSyncError
 from rl_core.held_folders import make_folder, remove_folder
-from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.interfaces import (
+    Manifest,
+    Rendezvous,
+    TensorRecord,
+    WeightBucket,
+    WeightReceiver,
+    WeightSender,
+    WeightTransport,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +42,7 @@ _MAX_POLL_S = 0.05
 
 
 @attrs.frozen
-class FilesTransport:
+class FilesTransport(WeightTransport):
     """Implements `WeightTransport` with a directory for each sync."""
 
     directory: str | None = None
@@ -93,7 +101,7 @@ class FilesTransport:
             remove_folder(directory)
 
 
-class FilesSender:
+class FilesSender(WeightSender):
     """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
@@ -146,7 +154,7 @@ class FilesSender:
         unfinished.rename(path)
 
 
-class FilesReceiver:
+class FilesReceiver(WeightReceiver):
     """Receives the weights of all ranks in an engine."""
 
     is_staged = True

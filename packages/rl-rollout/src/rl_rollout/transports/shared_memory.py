@@ -32,7 +32,15 @@ import attrs
 
 from rl_core.errors import ConfigError, DeadlineError, WeightSyncError
 from rl_core.held_folders import make_folder, remove_folder
-from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.interfaces import (
+    Manifest,
+    Rendezvous,
+    TensorRecord,
+    WeightBucket,
+    WeightReceiver,
+    WeightSender,
+    WeightTransport,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +52,7 @@ takes longer than the checksum."""
 
 
 @attrs.frozen
-class SharedMemoryTransport:
+class SharedMemoryTransport(WeightTransport):
     """Implements `WeightTransport` between processes of one host."""
 
     timeout_s: float = 600.0
@@ -96,7 +104,7 @@ class SharedMemoryTransport:
         remove_folder(rendezvous.data["directory"])
 
 
-class SharedMemorySender:
+class SharedMemorySender(WeightSender):
     """Sends the weights of one rank."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
@@ -143,7 +151,7 @@ class SharedMemorySender:
         unfinished.rename(path)
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(WeightReceiver):
     """Receives the weights of all ranks in an engine."""
 
     is_staged = True

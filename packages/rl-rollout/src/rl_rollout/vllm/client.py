@@ -24,6 +24,7 @@ from rl_core.interfaces import (
     Completion,
     EngineHealth,
     GenerateRequest,
+    InferenceClient,
     Manifest,
     Message,
     PauseMode,
@@ -52,8 +53,12 @@ _PROBE = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
 
 
-class RemoteInferenceClient:
+class RemoteInferenceClient(InferenceClient):
     """Sends each request to a server of a pool. Call all methods on the same event loop."""
+
+    can_sleep = True
+    can_score = True
+    can_prepare_weights = True
 
     def __init__(
         self,
@@ -104,11 +109,12 @@ class RemoteInferenceClient:
         return None if self._router is None else self._router.url
 
     def num_weight_receivers(self) -> int:
-        """See `WeightReceivers`. Counts one server if all are down, because an update waits until one is up."""
+        """See `InferenceClient.num_weight_receivers`. Counts one server if all are down, because an update waits until
+        one is up."""
         return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
     def idle_lap(self) -> Mapping[str, float]:
-        """See `IdleMeasuring`. A server that answers an outside agent is not idle."""
+        """See `InferenceClient.idle_lap`. A server that answers an outside agent is not idle."""
         return {str(member.index): member.idle.lap() for member in self._pool.members}
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -159,8 +165,8 @@ class RemoteInferenceClient:
     async def score(
         self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> Mapping[str, Sequence[Sequence[float]]]:
-        """See `Scoring`. Scores with the policy, or with the adapter whose name is `adapter`. Each data-parallel engine
-        of a server scores all sequences and has its own entry in the result."""
+        """See `InferenceClient.score`. Scores with the policy, or with the adapter whose name is `adapter`. Each
+        data-parallel engine of a server scores all sequences and has its own entry in the result."""
         arguments = {"sequences": wire.sequences_record(sequences), "adapter": adapter}
         answers = await self._on_all("score", arguments, timeout_s=self._timeout_s)
         serving = [member for member in self._pool.serving if member in answers]
@@ -195,7 +201,8 @@ class RemoteInferenceClient:
         await self._on_all("resume", {}, timeout_s=_SHORT_S)
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
-        """See `WeightPreparing`. A server that dies meanwhile raises no error here; the supervisor restarts it."""
+        """See `InferenceClient.prepare_weights`. A server that dies meanwhile raises no error here; the supervisor
+        restarts it."""
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
         self._left_before, self._lost = self._pool.num_left, []
         arguments = self._update_arguments(rendezvous, version)
@@ -240,7 +247,20 @@ class RemoteInferenceClient:
         }
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
-        """See `AdapterServing`. Waits while servers are paused."""
+        """Makes every server, including servers that restart later, serve the adapter at `path` as the model `name`. If
+        the name exists, its adapter is replaced in place: running requests continue with the new adapter. Waits while
+        servers are paused.
+
+        Args:
+            name: the model name that OpenAI clients request; not one of the policy's names.
+            path: a directory in peft's format (`adapter_config.json`, `adapter_model.safetensors`) that the servers can
+                read.
+
+        Raises:
+            GenerationError: a server refused the adapter, and still serves the adapter that had this name before; a
+                server failed after it had accepted the adapter, and serves nothing under this name; or the adapter
+                gives log-probs that are not finite.
+        """
         directory = str(Path(path).absolute())
         before = self._pool.wanted.adapters
         self._want_adapters({**before, name: directory})
@@ -257,7 +277,7 @@ class RemoteInferenceClient:
                 )
 
     async def serve_model(self, adapter: Path | None) -> ServedModel:
-        """See `ModelServing.serve_model`. Requests go through the router. If the router does not listen for outside
+        """See `EnginePlugin.serve_model`. Requests go through the router. If the router does not listen for outside
         agents yet, it starts to listen on loopback."""
         assert self._router is not None, "a client of servers that serve adapters has a router"
         name = BASE_MODEL_NAME
@@ -274,12 +294,12 @@ class RemoteInferenceClient:
 
     @property
     def lacks_weights(self) -> bool:
-        """See `Recovering`."""
+        """See `InferenceClient.lacks_weights`."""
         return self._pool.lacks_weights
 
     async def has_lost_engines(self) -> bool:
-        """See `LossDetecting`. Also returns True if a call of the update lost its connection but no server was given
-        up: then something between client and server failed, such as a proxy."""
+        """See `InferenceClient.has_lost_engines`. Also returns True if a call of the update lost its connection but no
+        server was given up: then something between client and server failed, such as a proxy."""
         if self._ending:
             await asyncio.wait(self._ending)
         try:

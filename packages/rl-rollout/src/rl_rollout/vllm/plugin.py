@@ -7,10 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import attrs
-
 from rl_core.errors import ConfigError, install
-from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient, ServedModel
+from rl_core.interfaces import EnginePlan, EnginePlugin, EngineSpec, InferenceClient, ServedModel
 from rl_rollout.vllm.adapter_settings import read_settings, require_read
 from rl_rollout.vllm.engine_arguments import (
     MAX_LORA_RANKS,
@@ -26,16 +24,16 @@ from rl_rollout.vllm.sampling_arguments import require_sampling_arguments, try_s
 _SECTION = "generator.inference_engine"
 
 
-@attrs.frozen
-class VLLMPlugin:
-    """Implements `InferencePlugin` with vLLM servers, which are Ray actors of this run or were started outside it."""
+class VLLMPlugin(EnginePlugin):
+    """Starts vLLM servers, which are Ray actors of this run or were started outside it."""
 
-    receives_deltas: bool = True
-    accepts_structural_tags: bool = True
-    returns_kept_tokens: bool = True
-    accepts_extra_args: bool = True
-    name: str = "vllm"
-    options_class: type = VLLMOptions
+    name = "vllm"
+    options_class = VLLMOptions
+    receives_deltas = True
+    receives_adapters = True
+    accepts_structural_tags = True
+    returns_kept_tokens = True
+    accepts_extra_args = True
 
     def validate(self, spec: EngineSpec) -> None:
         """Checks the configuration before any process is started. Raises ConfigError for missing packages and for
@@ -78,11 +76,11 @@ class VLLMPlugin:
         return options.external_server_urls is None and "RAY_ADDRESS" not in os.environ
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
-        """See `EnginePlanner`."""
+        """See `EnginePlugin.plan`."""
         return plan_engine(spec)
 
     def require_servable(self, spec: EngineSpec, adapter: Path | None) -> None:
-        """See `ModelServing`."""
+        """See `EnginePlugin.require_servable`."""
         if not spec.lora.is_sent_alone:
             raise ConfigError(
                 "the servers hold only the policy, because every weight sync replaces the whole model; set "
@@ -93,7 +91,7 @@ class VLLMPlugin:
             _check_adapter(adapter, max_rank=max_served_rank(spec.lora))
 
     async def serve_model(self, client: InferenceClient, adapter: Path | None) -> ServedModel:
-        """See `ModelServing`."""
+        """See `EnginePlugin.serve_model`."""
         from rl_rollout.vllm.client import RemoteInferenceClient
 
         assert isinstance(client, RemoteInferenceClient), "`create` made it"

@@ -22,19 +22,17 @@ _MOST_CHARACTERS = 200_000
 
 
 def require_proved(rows: Sequence[DataRow], generator: Generator) -> None:
-    """Has the generator prove a sample of the rows (`prove`), and logs how long it took. Does nothing if the generator
-    has no such method.
+    """Has the generator prove a sample of the rows (`Generator.prove`), and logs how long it took.
 
     Raises:
         DataError, ConfigError: the template does not render a row's conversation completely; with the row's place.
     """
-    prove = getattr(generator, "prove", None)
-    if prove is None or not rows:
+    if not rows:
         return
     started, characters, number, kinds = time.perf_counter(), 0, 0, 0
     for number, row in enumerate(rows[:: -(-len(rows) // _MOST_ROWS)], start=1):
         try:
-            kinds = prove(row.row, anew=number <= _MOST_SAMPLED)
+            kinds = generator.prove(row.row, anew=number <= _MOST_SAMPLED)
         except (ConfigError, DataError) as error:
             raise type(error)(f"{row.place}: {error}") from error
         characters += len(str(row.row))

@@ -10,7 +10,7 @@ import attrs
 from rl_core.config import Config, engine_spec, needs_engine
 from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, EnginePlan, EnginePlanner, ModelProving, Planner, Role, WorkerSpec
+from rl_core.interfaces import Backend, EnginePlan, ModelProving, Planner, Role, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
 from rl_core.rank_kit.model_proof import config_at_hand
@@ -86,8 +86,6 @@ def planned_engine(config: Config) -> EnginePlan | None:
     if not needs_engine(config):
         return None
     plugin, spec = engine_spec(config)
-    if not isinstance(plugin, EnginePlanner):
-        return None
     return plugin.plan(attrs.evolve(spec, model_path=here_or_shipped(spec.model_path) or spec.model_path))
 
 

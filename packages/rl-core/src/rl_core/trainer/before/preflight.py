@@ -28,10 +28,9 @@ from rl_core.interfaces import (
     Completion,
     Environment,
     GenerateRequest,
-    GrammarSampling,
     ModelProving,
     Role,
-    Row,
+    Sampler,
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
@@ -107,7 +106,7 @@ _MOST_SAMPLES = 256
 """Largest number of made-up samples of a prompt, so that a trial takes well below a second."""
 
 
-class NoSampler:
+class NoSampler(Sampler):
     """The sampler that a generator gets if it will not sample: before a run, or if responses come from the data."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
@@ -364,7 +363,7 @@ def _gather_unmet_constraints(config: Config, rows: Sequence[DataRow], mistakes:
         }
     except PluginError:  # noted by the checks of the names
         return
-    if isinstance(plugin, GrammarSampling) and plugin.accepts_structural_tags:
+    if plugin.accepts_structural_tags:
         return
     for name in sorted(name for name, environment in environments.items() if environment.forces_responses):
         mistakes.add(
@@ -402,14 +401,17 @@ def _gather_prompts(
             if is_made:
                 return  # the model directory is incomplete and will be created again
             raise
-        is_suspect: Callable[[Row], bool] = getattr(generator, "may_have_unknown_tokens", lambda row: False)
         for key, found in rows.items():
             if not found:
                 continue
             require_proved(found, generator)
             ordered = sorted(found, key=lambda row: len(str(row.row["prompt"])))
             few, last = ordered[:_FEW], max(_FEW, len(ordered) - _FEW)
-            likely = [*few, *ordered[last:], *(row for row in ordered[_FEW:last] if is_suspect(row.row))]
+            likely = [
+                *few,
+                *ordered[last:],
+                *(row for row in ordered[_FEW:last] if generator.may_have_unknown_tokens(row.row)),
+            ]
             sampling = TRAINING if key == _TRAINING_DATA[0] else EVALUATION
             try:
                 fitting_rows(likely, generator, config, sampling)

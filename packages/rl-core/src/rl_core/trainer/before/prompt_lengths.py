@@ -10,7 +10,7 @@ from rl_core.config import Config
 from rl_core.config.context import context_of
 from rl_core.config.resolving import value_at
 from rl_core.errors import DataError
-from rl_core.interfaces import Generator, ResponseMeasuring
+from rl_core.interfaces import Generator
 from rl_core.trainer.before.conversation_proof import require_proved
 from rl_core.trainer.groups import DataRow
 
@@ -57,16 +57,14 @@ def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, 
 
 def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
     limits, kept = _limits(config, sampling), []
-    # Checked once, because such a check is slower than encoding a short prompt.
-    measuring = generator if isinstance(generator, ResponseMeasuring) else None
     for row in rows:
         try:
             length = generator.prompt_length(row.row)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         too_long = next((f"the prompt has {length} tokens; {text}" for limit, text in limits if length > limit), None)
-        if too_long is None and measuring is not None:
-            too_long = _long_response(row, measuring, config, sampling)
+        if too_long is None:
+            too_long = _long_response(row, generator, config, sampling)
         if too_long is None:
             kept.append(row)
         elif config.data.on_long_prompt == "error":
@@ -76,9 +74,11 @@ def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config,
     return kept
 
 
-def _long_response(row: DataRow, generator: ResponseMeasuring, config: Config, sampling: str) -> str | None:
-    """Describes a stored response that is too long; None if it is short enough."""
+def _long_response(row: DataRow, generator: Generator, config: Config, sampling: str) -> str | None:
+    """Describes a stored response that is too long; None if it is short enough, or responses are sampled."""
     length, key = generator.response_length(row.row), f"{sampling}.max_generate_length"
+    if length is None:
+        return None
     limit = value_at(config, key)
     return f"the response has {length} tokens; {key} is {limit}" if length > limit else None
 
@@ -88,7 +88,7 @@ def _require_some(
 ) -> str:
     """Returns the limits as text. Raises DataError if there are rows, but none was kept."""
     texts = [text for _, text in _limits(config, sampling)]
-    if isinstance(generator, ResponseMeasuring):
+    if rows and generator.response_length(rows[0].row) is not None:
         key = f"{sampling}.max_generate_length"
         texts.append(f"{key} is {value_at(config, key)}")
     longest = "; ".join(texts)

@@ -150,7 +150,6 @@ def serving_settings(config: Config) -> ServingSettings:
     engine = config.generator.inference_engine
     return ServingSettings(
         max_bucket_bytes=engine.weight_bucket_bytes,
-        num_engines=engine.num_engines,
         pause_mode=engine.weight_sync_pause_mode,
         delta_interval=engine.weight_sync_whole_interval if engine.weight_sync_delta else None,
         verification=_verification(config),

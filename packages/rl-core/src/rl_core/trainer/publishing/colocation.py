@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rl_core.interfaces import InferenceClient, Sleepable
+from rl_core.interfaces import InferenceClient
 from rl_core.workers import WorkerGroup
 
 
@@ -13,10 +13,10 @@ async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipe
     """Decides whether engine and models take turns on the devices, and returns the answer. If they do, puts the new
     engine to sleep, because the models are loaded next.
 
-    They take turns if they share devices, the engine is `Sleepable`, and `pipeline_depth` is 0. With a larger depth the
+    They take turns if they share devices, the engine `can_sleep`, and `pipeline_depth` is 0. With a larger depth the
     engine generates while the policy trains, so both always stay on the devices.
     """
-    if not (colocate_all and pipeline_depth == 0 and isinstance(client, Sleepable)):
+    if not (colocate_all and pipeline_depth == 0 and client.can_sleep):
         return False
     await client.sleep()
     return True
@@ -40,7 +40,7 @@ class EngineTurns:
     async def to_models(self) -> None:
         """Puts the engine to sleep. Must be called before a model computes, when no request is running."""
         if self.are_shared and not self.engine_sleeps:
-            await self._sleepable.sleep()
+            await self._client.sleep()
             self.engine_sleeps = True
 
     @asynccontextmanager
@@ -53,7 +53,7 @@ class EngineTurns:
             return
         await self._policy.offload()
         if self.engine_sleeps:
-            await self._sleepable.wake(("weights",))
+            await self._client.wake(("weights",))
         yield
         await self.to_engine()
 
@@ -64,10 +64,5 @@ class EngineTurns:
             return
         await self._policy.offload()
         if self.engine_sleeps:
-            await self._sleepable.wake(("kv_cache",))
+            await self._client.wake(("kv_cache",))
             self.engine_sleeps = False
-
-    @property
-    def _sleepable(self) -> Sleepable:
-        assert isinstance(self._client, Sleepable)
-        return self._client

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from rl_core.interfaces import InferenceClient, Manifest, PauseMode, WeightPreparing, WeightReceivers, WeightTransport
+from rl_core.interfaces import InferenceClient, Manifest, PauseMode, WeightTransport
 from rl_core.rank_kit.weight_buckets import require_same
 from rl_core.tasks import code_of
 from rl_core.workers import WorkerGroup
@@ -36,12 +36,11 @@ async def publish_weights(
     version: int,
     *,
     max_bucket_bytes: int,
-    num_engines: int = 1,
     pause_mode: PauseMode = "keep",
     delta: Mapping[str, Any] | None = None,
 ) -> Publication:
-    """Publishes the group's weights to the engines as `version`. If the transport is staged and the client is
-    `WeightPreparing`, engines keep sampling while they receive, and pause only to load.
+    """Publishes the group's weights to the engines as `version`. If the transport is staged and the client
+    `can_prepare_weights`, engines keep sampling while they receive, and pause only to load.
 
     Args:
         group: the policy's ranks, which send the weights.
@@ -49,7 +48,6 @@ async def publish_weights(
         transport: moves the weights from ranks to engines.
         version: number of the version that the engines will serve.
         max_bucket_bytes: largest size of one bucket.
-        num_engines: number of receivers, for a client that is not `WeightReceivers`.
         pause_mode: what happens to running requests: see `InferenceClient.pause`.
         delta: see `Rendezvous`; None: whole weights, of which neither side keeps a copy.
 
@@ -59,11 +57,10 @@ async def publish_weights(
 
     After any error, engines that were paused for the sync stay paused and serve nothing until a sync succeeds.
     """
-    preparing = client if transport.is_staged and isinstance(client, WeightPreparing) else None
+    prepares = transport.is_staged and client.can_prepare_weights
     # Receivers are counted after the pause, so that the sync does not wait for an engine that was lost while pausing.
-    paused_at = await _paused(client, pause_mode) if preparing is None else None
-    num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
-    opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
+    paused_at = None if prepares else await _paused(client, pause_mode)
+    opened = transport.open(num_ranks=group.mesh.world_size, num_engines=client.num_weight_receivers())
     rendezvous = attrs.evolve(opened, adapter=group.adapter, delta=delta, is_staged=transport.is_staged)
 
     async def both(receiving: Awaitable[R]) -> tuple[Manifest, R]:
@@ -73,10 +70,10 @@ async def publish_weights(
         return sender.result(), receiver.result()
 
     try:
-        if preparing is None:
+        if not prepares:
             sent, received = await both(client.update_weights(rendezvous, version))
         else:
-            sent, _ = await both(preparing.prepare_weights(rendezvous, version))
+            sent, _ = await both(client.prepare_weights(rendezvous, version))
             paused_at = await _paused(client, pause_mode)
             received = await _of_client(client, client.update_weights(rendezvous, version))
         require_same(sent, received)

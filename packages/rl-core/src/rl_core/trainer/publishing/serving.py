@@ -13,15 +13,7 @@ from typing import Any, Protocol
 import attrs
 
 from rl_core.errors import DeadlineError, DiskFullError, WeightSyncError
-from rl_core.interfaces import (
-    IdleMeasuring,
-    InferenceClient,
-    LossDetecting,
-    PauseMode,
-    Recovering,
-    WeightReceivers,
-    WeightTransport,
-)
+from rl_core.interfaces import InferenceClient, PauseMode, WeightTransport
 from rl_core.stored_files import is_disk_full
 from rl_core.trainer.publishing.colocation import EngineTurns
 from rl_core.trainer.publishing.delta_syncs import DeltaSyncs, sent_share
@@ -46,7 +38,6 @@ class ServingSettings:
     """Settings of weight syncs and of their verification."""
 
     max_bucket_bytes: int
-    num_engines: int
     pause_mode: PauseMode
     delta_interval: int | None = None
     """Every `delta_interval`-th sync sends whole weights; if the engines have the previous version, the others
@@ -83,8 +74,7 @@ class Engines(Protocol):
         ...
 
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
-        """Publishes the current version again whenever a restarted engine needs it. Runs until it is cancelled, or
-        returns at once if engines are never restarted.
+        """Publishes the current version again whenever a restarted engine needs it. Runs until it is cancelled.
 
         Args:
             version: returns the current version.
@@ -176,8 +166,6 @@ class ServedEngines:
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
         """See `Engines.bring_back`. While a step changes the weights, waits, because the sync of this step also reaches
         the restarted engine."""
-        if not isinstance(self._client, Recovering):
-            return
         while True:
             await self._client.needs_weights()
             async with between_versions:
@@ -194,7 +182,7 @@ class ServedEngines:
     def idle_lap(self) -> dict[str, float]:
         """Returns the mean idle time of all engines, and the idle time of each of the first `_MOST_ENGINES`. Empty with
         one engine."""
-        idle = self._client.idle_lap() if isinstance(self._client, IdleMeasuring) else {}
+        idle = self._client.idle_lap()
         if len(idle) < 2:
             return {}
         each = {f"time/engine_idle/{engine}": seconds for engine, seconds in [*idle.items()][:_MOST_ENGINES]}
@@ -213,7 +201,7 @@ class ServedEngines:
         num_lost, clock = 0, asyncio.get_running_loop().time
         deadline = clock() + _ROOM_S
         while True:
-            num_receivers, delta = self._num_receivers(), self._next_delta()
+            num_receivers, delta = self._client.num_weight_receivers(), self._next_delta()
             try:
                 async with self._turns.handover():
                     published = await publish_weights(
@@ -222,7 +210,6 @@ class ServedEngines:
                         self._transport,
                         self._version,
                         max_bucket_bytes=self._settings.max_bucket_bytes,
-                        num_engines=self._settings.num_engines,
                         pause_mode=self._settings.pause_mode,
                         delta=delta,
                     )
@@ -234,7 +221,7 @@ class ServedEngines:
                     raise
                 elif is_delta and isinstance(error, WeightSyncError):
                     logger.warning("publishing again with whole weights because the sync of changes failed: %s", error)
-                elif self._num_receivers() != num_receivers or await self._has_lost_engines():
+                elif self._client.num_weight_receivers() != num_receivers or await self._client.has_lost_engines():
                     num_lost += 1
                     if num_lost == _MOST_LOST:
                         raise WeightSyncError(
@@ -263,11 +250,4 @@ class ServedEngines:
     def _next_delta(self) -> Mapping[str, Any] | None:
         if self._deltas is None:
             return None
-        lacks_weights = isinstance(self._client, Recovering) and self._client.lacks_weights
-        return self._deltas.next(self._version, must_be_whole=lacks_weights)
-
-    async def _has_lost_engines(self) -> bool:
-        return isinstance(self._client, LossDetecting) and await self._client.has_lost_engines()
-
-    def _num_receivers(self) -> int:
-        return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1
+        return self._deltas.next(self._version, must_be_whole=self._client.lacks_weights)

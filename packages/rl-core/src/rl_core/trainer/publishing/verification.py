@@ -17,7 +17,7 @@ import math
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import attrs
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.interfaces import GenerateRequest, InferenceClient, Sampler, SamplingParams, Scoring
+from rl_core.interfaces import GenerateRequest, InferenceClient, SamplingParams
 from rl_core.tasks import all_of
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
@@ -95,10 +95,6 @@ class VerificationSettings:
     """Limits of the trainer's forward passes."""
 
 
-class ScoringClient(Scoring, Sampler, Protocol):
-    """An engine's client that scores and samples."""
-
-
 class WeightVerification:
     """Compares the log-probs of trainer and engines. `publish` sends the trainer's weights to the engines without a new
     version number."""
@@ -107,7 +103,7 @@ class WeightVerification:
         self,
         settings: VerificationSettings,
         policy: WorkerGroup,
-        client: ScoringClient,
+        client: InferenceClient,
         publish: Callable[[], Awaitable[object]],
     ) -> None:
         self._settings = settings
@@ -348,7 +344,7 @@ def verification_of(
     """
     if not settings.prove_at_start and settings.interval == 0:
         return None
-    if not isinstance(client, Scoring):
+    if not client.can_score:
         if settings.extra_args:
             raise ConfigError(
                 f"generator.sampling_params.extra_args: got {', '.join(settings.extra_args)}, but this engine cannot "
@@ -356,7 +352,7 @@ def verification_of(
             )
         logger.warning("the inference engine cannot score tokens: its weights are not verified")
         return None
-    return WeightVerification(settings, policy, cast(ScoringClient, client), publish)
+    return WeightVerification(settings, policy, client, publish)
 
 
 def _fixed_tokens(settings: VerificationSettings, vocab_size: int) -> Sequence[Sequence[int]]:

@@ -83,7 +83,7 @@ class GroupAnswers:
 _GROUP: ContextVar[GroupAnswers | None] = ContextVar("the group that is being played", default=None)
 
 
-class RecordingSampler:
+class RecordingSampler(Sampler):
     """The sampler of a run that generates ahead. Records the answers to requests of a group (`GroupAnswers.recording`),
     but no answers to requests of evaluations."""
 

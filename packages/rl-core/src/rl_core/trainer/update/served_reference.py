@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
-from rl_core.interfaces import Scoring
+from rl_core.interfaces import InferenceClient
 
 TOKENS_PER_REQUEST = 65_536
 """Largest number of tokens in one request. This many tokens keep an engine busy for seconds, and are less than 1 MB."""
@@ -28,7 +28,7 @@ class ServedReference:
         timeout_s: longest wait for the log-probs of one batch.
     """
 
-    def __init__(self, client: Scoring, *, timeout_s: float):
+    def __init__(self, client: InferenceClient, *, timeout_s: float):
         self._client = client
         self._timeout_s = timeout_s
 
