@@ -410,6 +410,14 @@ def test_functions_and_plug_ins_of_the_user_are_accepted(functions: dict[str, An
         ({"generator.sampling_params.top_k": 5}, ConfigError, "got top_k=5, so only the most likely tokens"),
         *(
             (
+                {f"generator.sampling_params.{name}": value},
+                ConfigError,
+                rf"generator\.sampling_params\.{name}: got {value:g}, which leaves only the most likely token: each ",
+            )
+            for name, value in (("top_k", 1), ("top_p", 1e-6), ("min_p", 1.0))
+        ),
+        *(
+            (
                 {f"generator.{section}.extra_args.min_tokens": 3},
                 ConfigError,
                 f"generator.{section}.extra_args: got min_tokens, but the engine .* has no further sampling parameters",

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from rl_core.algorithms.objective import Objective
 
 _LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
+_GREEDY_TOP_P = 1e-6
+"""Up to this top_p, the most likely token is the only one: of a million tokens, one has this probability or more."""
 _TRANSPORT = "generator.inference_engine.weight_sync_backend"
 _PLAYING = ("generator.type", "environment.env_class", "generator.inference_engine.backend")
 """Keys that name the plug-ins that generate and score responses."""
@@ -280,6 +282,14 @@ def _check_sampled_distribution(config: Config) -> None:
         )
     if not sampling.is_truncated:
         return
+    greedy = {"top_k": sampling.top_k == 1, "top_p": sampling.top_p <= _GREEDY_TOP_P, "min_p": sampling.min_p >= 1.0}
+    for name in (name for name, leaves_one in greedy.items() if leaves_one):
+        raise ConfigError(
+            f"got {getattr(sampling, name):g}, which leaves only the most likely token: each sampled token then has "
+            "the log-prob 0 whatever the weights are, so training would change nothing. Let it keep several tokens, or "
+            "remove it; generator.eval_sampling_params may set it",
+            key=f"generator.sampling_params.{name}",
+        )
     engine, backend = config.generator.inference_engine.backend, trainer.strategy
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     trains = plugins.load("rl_core.backends", backend, key="trainer.strategy")
