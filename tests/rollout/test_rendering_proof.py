@@ -330,6 +330,37 @@ def test_gpt_oss_is_refused_with_results_that_follow_no_call():
         history.next_prompt(codec.encode([USER]), ending_with(codec, "I call.<|return|>"), [RESULT])
 
 
+DROPS_THOUGHTS = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t.function | tojson }}{% endfor %}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + (m.content or '').split('</think>')[-1].strip() }}
+        {%- for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}
+    {%- else %}
+        {%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('text') }}{% endif %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+"""As MiniMax-M2's: opens the thinking, drops it from earlier turns, and shows results only after calls."""
+
+
+def test_the_advice_for_results_after_calls_in_changed_turns_helps():
+    codec = codec_of(DROPS_THOUGHTS).with_tools([TOOL])
+    turns, prompt = TurnTokens(codec), codec.encode([USER])
+    response = ending_with(codec, f"I must.\n</think>\n\n{turns.example_call}<|im_end|>")
+    with pytest.raises(ConfigError, match=r"renders earlier turns differently .*: let the environment answer .* user"):
+        start_history(turns, [USER], step_wise=True).next_prompt(prompt, response, [RESULT])
+    answer = {"role": "user", "content": RESULT["content"]}
+    following = start_history(turns, [USER], step_wise=True).next_prompt(prompt, response, [answer])
+    said = {"role": "assistant", "content": turns.example_call}
+    whole = codec.tokenizer.apply_chat_template(
+        [USER, said, answer], tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    assert codec.tokenizer.decode(list(following)) == whole
+
+
 def test_an_earlier_answer_of_gpt_oss_is_rendered_again_without_its_thinking():
     codec = codec_of("trl/gptoss")
     history = start_history(TurnTokens(codec), [USER], step_wise=True)

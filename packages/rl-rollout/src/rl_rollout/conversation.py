@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Prompt, opened_thought, require_observed_messages, require_observed_text
-from rl_rollout.observations import NEEDS_CALLS, require_shown
+from rl_rollout.observations import require_shown
 from rl_rollout.turn_tokens import TurnTokens
 
 Tokens = tuple[int, ...]
@@ -117,12 +117,18 @@ class RenderedHistory:
         said = text if said is None else said
         before = self._codec.render(self._messages) + text
         self._messages += [{"role": "assistant", "content": said}, *messages]
-        if not self._turns.how_it_changes(self._opening, messages):
+        change = self._turns.how_it_changes(self._opening, messages)
+        if not change:
             following, is_exact = self._turns.between(response, messages)
             if is_exact:
                 return prompt + response + following
         if self._turns.placeholders.needs_calls(messages):
-            raise ConfigError(NEEDS_CALLS)
+            raise ConfigError(
+                f"the model's chat template {change}, and shows the results of tools only after calls in its own "
+                "format. Earlier turns are rendered again from their text, which has no such calls: let the "
+                "environment answer with messages of the role user, or give the model a chat_template.jinja that keeps "
+                "earlier turns or shows results after text"
+            )
         text = self._codec.render(self._messages)
         if text.startswith(before):
             following, is_exact = self._turns.behind(before, response, text[len(before) :])
