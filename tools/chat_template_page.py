@@ -292,8 +292,8 @@ def outcome(template: str, column: str) -> str:
 
 _PHRASES = {
     "Earlier turns are rendered again from their text": "renders earlier turns differently once later turns follow, "
-    "and shows the results of tools only after calls in its own format, which the text of an earlier turn does not have; "
-    "environments that answer with messages of the role user can be used",
+    "and shows the results of tools only after calls in its own format, which the text of an earlier turn does not "
+    "have; environments that answer with messages of the role user can be used",
     "before the text of an answer": "writes a header with special tokens before answers, which a turn with calls lacks",
     "does not show the name of the tool": "does not show `tools`",
     "does not show the name of the call": "does not show `tool_calls`",
