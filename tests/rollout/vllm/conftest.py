@@ -15,7 +15,15 @@ from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import client_settings, supervised_client
 from rl_rollout.vllm.supervisor import ExternalServer
 from tests.local_ray import start_ray
-from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec, start_servers, stop_servers, write_model
+from tests.rollout.vllm.servers import (
+    CHAT_TEMPLATE,
+    TOKENS,
+    RunningServer,
+    make_spec,
+    start_servers,
+    stop_servers,
+    write_model,
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +52,9 @@ def _dense(directory: Path) -> EngineSpec:
 
 
 def _moe(directory: Path) -> EngineSpec:
-    return make_spec(write_model(directory / "model", num_experts=8), directory, enable_return_routed_experts=True)
+    template = CHAT_TEMPLATE.replace("eos_token", "pad_token")
+    model = write_model(directory / "model", num_experts=8, chat_template=template)
+    return make_spec(model, directory, enable_return_routed_experts=True)
 
 
 def _adapter(directory: Path) -> EngineSpec:
@@ -80,7 +90,8 @@ def dense_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
 
 @pytest.fixture(scope="session")
 def moe_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
-    """Serves a tiny Qwen3-MoE (8 experts, 2 per token) in float32 and returns routed experts."""
+    """Serves a tiny Qwen3-MoE (8 experts, 2 per token) in float32 and returns routed experts. Its chat template ends
+    turns with another token than the model's, as for a base model."""
     return shared_servers["moe_server"]
 
 

@@ -51,7 +51,7 @@ class RunningServer:
     server: Server
 
 
-def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path:
+def write_model(directory: Path, *, num_experts: int = 0, chat_template: str = CHAT_TEMPLATE, **config: Any) -> Path:
     """A random model with one token per character and a chat template. vLLM's CPU build supports its `head_dim`."""
     from transformers import AutoTokenizer
 
@@ -60,7 +60,7 @@ def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path
     fields = {"head_dim": 32, "max_position_embeddings": MAX_POSITIONS, **(experts if num_experts else {}), **config}
     make_checkpoint(directory, family=family, **fields)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
     return directory
 

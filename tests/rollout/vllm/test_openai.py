@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
+from rl_rollout.chat import load_tokenizer
 from rl_rollout.vllm.client import RemoteInferenceClient
-from tests.rollout.vllm.servers import TOKENS
+from tests.rollout.vllm.servers import TOKENS, RunningServer
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
@@ -45,3 +48,17 @@ async def test_a_servers_refusal_reaches_the_agent(client: RemoteInferenceClient
     async with agent(client) as chat:
         with pytest.raises(openai.NotFoundError, match="another"):
             await chat.chat.completions.create(model="another", messages=MESSAGES)  # pyright: ignore
+
+
+async def test_a_chat_stops_at_the_end_that_the_template_writes(moe_server: RunningServer):
+    """The model's own end token is another one. A character, and a text that is no chat, do not stop."""
+    tokenizer = load_tokenizer(moe_server.model_path)
+    end, letter = (tokenizer.convert_tokens_to_ids(token) for token in (tokenizer.pad_token, "a"))
+    lengths = []
+    async with openai.AsyncOpenAI(base_url=f"{moe_server.url}/v1", api_key=TOKENS.access, max_retries=0) as chat:
+        for token in (end, letter):
+            sampling: Any = {"model": "policy", "max_tokens": 8, "logit_bias": {str(token): 100}}
+            answer = await chat.chat.completions.create(messages=MESSAGES, **sampling)  # pyright: ignore
+            text = await chat.completions.create(prompt="1+2=", **sampling)
+            lengths.append([one.usage.completion_tokens for one in (answer, text) if one.usage is not None])
+    assert lengths == [[1, 8], [8, 8]]

@@ -198,10 +198,13 @@ class HTTPServer:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from rl_rollout.chat import codec_of
         from rl_rollout.transports.receivers import installed_receivers
+        from rl_rollout.turn_ends import template_ends
         from rl_rollout.vllm import fixes
         from rl_rollout.vllm.adapters import EngineWithAdapter, NamedAdapters
         from rl_rollout.vllm.routes import with_routes
@@ -219,6 +222,12 @@ class HTTPServer:
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
+        ends = template_ends(codec_of(args.model, chat_template_kwargs={}))
+        for handler in app.state._state.values():  # of /v1/chat/completions and /v1/messages
+            if isinstance(handler, OpenAIServingChat):
+                # vLLM itself stops only at the model's end tokens, and a base model's are not those of the template.
+                known = handler.default_sampling_params.get("stop_token_ids", ())
+                handler.default_sampling_params["stop_token_ids"] = list({*known, *ends})
         adapters = NamedAdapters(engine, app.state.openai_serving_models) if args.enable_lora else None
         receivers = installed_receivers() | set(self._settings.receivers)
         self._served = ServedEngine(engine, adapters, receivers=receivers)
