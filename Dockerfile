@@ -15,4 +15,4 @@ COPY requirements-cu13.lock requirements-cu13-kernels.lock ./
 RUN pip install --no-deps --require-hashes -r requirements-cu13.lock
 RUN pip install --no-deps --require-hashes --no-build-isolation -r requirements-cu13-kernels.lock
 COPY . .
-RUN pip install --no-deps --no-build-isolation packages/rl-core packages/rl-fsdp packages/rl-deepspeed packages/rl-megatron packages/rl-rollout packages/rl-environments packages/rl-examples
+RUN pip install --no-deps --no-build-isolation packages/rl-core packages/rl-transformers packages/rl-fsdp packages/rl-deepspeed packages/rl-megatron packages/rl-rollout packages/rl-environments packages/rl-examples

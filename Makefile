@@ -116,7 +116,7 @@ parity: $(READY)  ## measure every backend and mesh against plain transformers a
 	  tests/rollout/vllm/test_real_model.py tests/rollout/vllm/test_router_replay.py
 	$(RUN)python -m pytest $(SIDE_BY_SIDE) -m parity tests/deepspeed/test_critic_and_lora.py tests/deepspeed/test_gradient_sums.py \
 	  tests/deepspeed/test_plan.py tests/megatron/test_router_replay.py
-	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md
+	$(RUN)python -m rl_transformers.testing.parity .parity > docs/parity.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose
 	$(RUN)python -m tests.workspace.public_api

@@ -26,12 +26,12 @@ from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config, engine_spec, from_mapping
 from rl_core.interfaces import Manifest
-from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.before.settings import worker_spec
 from rl_core.trainer.publishing.publish import publish_weights
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
+from rl_transformers.testing.models import make_checkpoint
 
 SCALES = (0.0, 0.01, 0.2)
 """Scales of the random B matrices (see `set_adapter`). The first is 0, with which the others are compared."""

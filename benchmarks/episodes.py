@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.interfaces import Completion, Environment, GenerateRequest, GroupRequest, SamplingParams, StepResult
-from rl_core.testing.models import character_tokenizer
 from rl_rollout.chat import TokenCodec
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.models import character_tokenizer
 
 SAMPLES = 16
 

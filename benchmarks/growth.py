@@ -33,7 +33,6 @@ from rl_core.config import Config, from_mapping
 from rl_core.interfaces import LossSpec, RankInfo, Trajectory, TrajectoryStep
 from rl_core.layout.mesh import Mesh
 from rl_core.reports.samples import sample_of
-from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.before.settings import update_settings, worker_spec
 from rl_core.trainer.groups import FinishedGroup
 from rl_core.trainer.loop.step_metrics import divided, rollout_metrics
@@ -43,6 +42,7 @@ from rl_core.trainer.update.models import Models
 from rl_core.workers import WorkerGroup
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.rank import Abilities
+from rl_transformers.testing.models import make_checkpoint
 
 NUM_SAMPLES, NUM_UPDATES = 16, 2
 MEASURED_TOKENS = 8192

@@ -27,10 +27,10 @@ from transformers.utils import logging
 from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, Worker
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.ranks import PRELOADED, RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.ranks import PRELOADED, RankGroup
 
 PRELOADED |= dict.fromkeys(["rl_megatron.rank.worker", "rl_fsdp.worker"])
 LOSS = LossSpec(name="cross_entropy")

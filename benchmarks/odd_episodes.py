@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.interfaces import Completion, Environment, GenerateRequest, GroupRequest, SamplingParams, StepResult
-from rl_core.testing.models import character_tokenizer
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.models import character_tokenizer
 
 TURN_S, RESPONSE_S, DEADLINE_S = 0.2, 4.0, 10.0
 TROUBLE = {7: "sleeps", 31: "blocks", 57: "raises", 83: "hangs"}

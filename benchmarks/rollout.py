@@ -22,11 +22,11 @@ import numpy as np
 
 from rl_core.config import engine_spec, from_mapping
 from rl_core.interfaces import Completion, EngineSpec, GenerateRequest, SamplingParams
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.engine_arguments import engine_arguments
 from rl_rollout.vllm.launch import cpu_environment, create_client
+from rl_transformers.testing.models import make_checkpoint
 
 SIZES: dict[str, dict[str, Any]] = {
     "base": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},

@@ -29,7 +29,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, RankInfo, WorkerSpec
 from rl_core.layout.prefixes import input_cells, prefix_blocks, prefix_forest, separate_sequences
-from rl_core.testing.models import make_checkpoint
+from rl_transformers.testing.models import make_checkpoint
 
 MODEL = {
     "vocab_size": 8192,

@@ -35,8 +35,8 @@ from transformers.utils import logging
 from rl_core.algorithms.logprobs import chunked_logprobs, full_logprobs
 from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, RankInfo, WorkerSpec
-from rl_core.testing.models import make_checkpoint
 from rl_fsdp import FsdpOptions, FsdpWorker
+from rl_transformers.testing.models import make_checkpoint
 
 MODEL = {
     "vocab_size": 8192,

@@ -41,8 +41,8 @@ from transformers.utils import logging
 from rl_core.interfaces import LossSpec, RankInfo
 from rl_core.layout.packing import plan_micro_batches
 from rl_core.rank_kit.process_group import JOINS_OPEN_STORE, open_store
-from rl_core.testing.models import make_checkpoint
 from rl_fsdp import FsdpWorker
+from rl_transformers.testing.models import make_checkpoint
 
 PHASES = ("forward", "backward", "optimizer")
 LOSS = LossSpec(name="cross_entropy")

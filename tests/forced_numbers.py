@@ -16,10 +16,18 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.interfaces import LoraConfig, Worker
-from rl_core.testing.backend import LIMITS, MOVED, TEMPERATURE, backward, expected_scores, other_routes, steps_of
-from rl_core.testing.cases import LOSS, Case
-from rl_core.testing.ranks import RankGroup
-from rl_core.testing.reference_worker import ReferenceWorker
+from rl_transformers.testing.backend import (
+    LIMITS,
+    MOVED,
+    TEMPERATURE,
+    backward,
+    expected_scores,
+    other_routes,
+    steps_of,
+)
+from rl_transformers.testing.cases import LOSS, Case
+from rl_transformers.testing.ranks import RankGroup
+from rl_transformers.testing.reference_worker import ReferenceWorker
 
 LOGPROB_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6, 1e-5
 """Tolerances for float32 rounding: sums are added in another order. Log-probs: absolute. Gradients: relative L2 over

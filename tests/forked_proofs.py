@@ -11,7 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from rl_core.rank_kit import model_proof
+from rl_transformers.proof import model_proof
 
 run_interpreter = model_proof.run_interpreter
 """The original function, which starts a new interpreter, as in a run. Tests that must not fork restore it."""
@@ -20,7 +20,7 @@ _DEADLINE_S = 240.0
 
 def run_forked(job_file: Path, result_file: Path) -> tuple[int, str]:
     """Does what `model_proof.run_interpreter` does, but returns no error output."""
-    from rl_core.testing.ranks import fork_server
+    from rl_transformers.testing.ranks import fork_server
 
     process = fork_server().Process(target=_prove, args=(str(job_file), str(result_file)), daemon=True)
     process.start()
@@ -36,7 +36,7 @@ def run_forked(job_file: Path, result_file: Path) -> tuple[int, str]:
 
 
 def _prove(job_file: str, result_file: str) -> None:
-    from rl_core.rank_kit.proof_process import main
+    from rl_transformers.proof.proof_process import main
 
     gc.freeze()
     os.environ.update(model_proof.ALONE)

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.interfaces import Backend, Worker
-from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
-from rl_core.testing.ranks import RankGroup
+from rl_transformers.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
+from rl_transformers.testing.ranks import RankGroup
 
 EXTRA = {"mtp.fc.weight": torch.ones(2, 3), "model.layers.9.mlp.up_proj.weight": torch.ones(2, dtype=torch.bfloat16)}
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.batch import Batch
 from rl_core.interfaces import LoraConfig, LossSpec, WorkerSpec
-from rl_core.testing.backend import Variant
-from rl_core.testing.cases import LIMITS, TEMPERATURE, Case
-from rl_core.testing.ranks import RankGroup
+from rl_transformers.testing.backend import Variant
+from rl_transformers.testing.cases import LIMITS, TEMPERATURE, Case
+from rl_transformers.testing.ranks import RankGroup
 
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 5e-6, 1e-5
 """Rounding in float32, because sums are added in another order. Gradients: L2 norm of one tensor's difference, divided

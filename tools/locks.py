@@ -34,6 +34,7 @@ KERNELS_LOCK = "requirements-cu13-kernels.lock"
 
 GPU_PACKAGES = (
     "rl-core[ray]",
+    "rl-transformers",
     "rl-fsdp",
     "rl-deepspeed",
     "rl-megatron",

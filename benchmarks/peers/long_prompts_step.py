@@ -21,8 +21,8 @@ import torch
 from benchmarks.peers.quickstart_step import against_trl, median, ours, show_norms, step_of
 from rl_core.config import from_mapping
 from rl_core.interfaces import Trajectory, TrajectoryStep
-from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.before.settings import update_settings
+from rl_transformers.testing.models import make_checkpoint
 
 PROMPT_LENGTHS, NUM_SAMPLES, ANSWER_LENGTH = (64, 161, 406, 1024), 8, 128
 MODEL = {

@@ -19,9 +19,9 @@ from rl_core.cli.planning import show_plan
 from rl_core.cli.runs import describe
 from rl_core.config import ConfigWarning
 from rl_core.errors import RLError
-from rl_core.testing.ranks import PRELOADED
 from rl_examples.gsm8k_data import write_tiny_data
 from rl_examples.tiny_model import write_tiny_chat_model
+from rl_transformers.testing.ranks import PRELOADED
 from tests.carrying_over.commands import BASE, FRAGMENTS, SCRIPT, SCRIPTS, Fragment, Script
 from tools.key_table import PAGE
 

@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 
 from rl_core.interfaces import ModelConfig, OptimizerConfig, Worker, WorkerSpec
-from rl_core.rank_kit.model_proof import _compare_in_process, config_at_hand
+from rl_transformers.pretrained import config_at_hand
+from rl_transformers.proof.model_proof import _compare_in_process
 
 
 @attrs.frozen(kw_only=True)

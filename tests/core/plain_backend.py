@@ -21,8 +21,9 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
-from rl_core.testing.forced_routes import routers
-from rl_core.testing.reference_worker import ReferenceWorker
+from rl_transformers.proof.model_proof import require_proof
+from rl_transformers.testing.forced_routes import routers
+from rl_transformers.testing.reference_worker import ReferenceWorker
 
 
 @attrs.frozen
@@ -124,6 +125,9 @@ class PlainWorker(ReferenceWorker):
 @attrs.frozen(kw_only=True)
 class ProvingBackend(PlainBackend):
     """A `ModelProving` backend: it claims to have its own model code, so the suite compares it with transformers."""
+
+    def prove(self, spec: WorkerSpec) -> str | None:
+        return require_proof(self, spec)
 
     def proof_basis(self, spec: WorkerSpec) -> dict[str, Any]:
         return {"worker": repr(self.worker_class)}

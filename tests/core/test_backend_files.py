@@ -11,15 +11,10 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig
 
 from rl_core.errors import CheckpointError, DiskFullError
-from rl_core.rank_kit.model_files import (
-    read_generation,
-    write_config,
-    write_tokenizer,
-    write_weights,
-    writing_model,
-)
+from rl_core.rank_kit.model_files import write_config, write_weights, writing_model
 from rl_core.rank_kit.state_files import require_complete_state, write_state_list
-from rl_core.testing.models import make_checkpoint
+from rl_transformers.pretrained import read_generation, write_tokenizer
+from rl_transformers.testing.models import make_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
 

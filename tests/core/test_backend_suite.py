@@ -15,13 +15,13 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
-from rl_core.rank_kit import model_proof
 from rl_core.rank_kit.weight_buckets import pack_buckets
-from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
-from rl_core.testing.bfloat16 import Bfloat16Worker
-from rl_core.testing.cases import LIMITS, KeptRanks
-from rl_core.testing.parity import DIRECTORY_VARIABLE
 from rl_core.testing.tensors import multiple_of
+from rl_transformers.proof import model_proof
+from rl_transformers.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
+from rl_transformers.testing.bfloat16 import Bfloat16Worker
+from rl_transformers.testing.cases import LIMITS, KeptRanks
+from rl_transformers.testing.parity import DIRECTORY_VARIABLE
 from tests import forked_proofs
 from tests.core import plain_backend as plain
 from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker, RoutedWorker
@@ -573,9 +573,18 @@ def test_a_damaged_state_of_the_reference_worker_is_a_checkpoint_error(content: 
             case.reference.load_state(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["backend", "environments", "generators", "inference", "transports"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rl_core.testing.environments",
+        "rl_core.testing.transports",
+        "rl_transformers.testing.backend",
+        "rl_transformers.testing.generators",
+        "rl_transformers.testing.inference",
+    ],
+)
 def test_a_failed_assertion_of_a_suite_shows_its_values(name: str):
-    assert isinstance(import_module(f"rl_core.testing.{name}").__loader__, AssertionRewritingHook)
+    assert isinstance(import_module(name).__loader__, AssertionRewritingHook)
 
 
 def test_the_error_for_wrong_names_counts_missing_and_unexpected_ones_and_shows_the_first(tmp_path: Path):

@@ -13,11 +13,12 @@ from rl_core import plugins
 from rl_core.errors import GenerationError
 from rl_core.interfaces import KeptTokens
 from rl_core.rank_kit.weight_buckets import unpack_bucket
-from rl_core.testing import inference, reference_transport
-from rl_core.testing.inference import InferenceClientConformance, make_bench
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.reference_engine import ReferenceEngine
+from rl_core.testing import reference_transport
 from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
+from rl_transformers.testing import inference
+from rl_transformers.testing.inference import InferenceClientConformance, make_bench
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.reference_engine import ReferenceEngine
 from tests.core.test_suites import REJECTED
 
 

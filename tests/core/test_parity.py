@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.testing.parity import DIRECTORY_VARIABLE, Measurement, main, page, read_measurements, write_down
+from rl_transformers.testing.parity import DIRECTORY_VARIABLE, Measurement, main, page, read_measurements, write_down
 
 
 def measured(mesh: str, quantity: str, difference: float, limit: float = 1e-5, **fields) -> Measurement:

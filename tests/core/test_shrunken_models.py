@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 
 from rl_core.errors import ConfigError
-from rl_core.rank_kit import shrunken
-from rl_core.rank_kit.shrunken_models import MANY_TOKENS
+from rl_transformers.proof.shrunken_models import MANY_TOKENS, shrunken
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",

@@ -14,11 +14,11 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
-from rl_core.testing import ranks
-from rl_core.testing.backend import Variant, open_case
-from rl_core.testing.cases import Case
-from rl_core.testing.ranks import _shuffled
 from rl_core.workers.rank import Part
+from rl_transformers.testing import ranks
+from rl_transformers.testing.backend import Variant, open_case
+from rl_transformers.testing.cases import Case
+from rl_transformers.testing.ranks import _shuffled
 from tests.core.plain_backend import NoOptions, PlainBackend, PlainWorker
 
 

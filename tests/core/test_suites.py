@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 from _pytest.outcomes import Failed
 
-from rl_core.testing.generators import GeneratorConformance
-from rl_core.testing.inference import InferenceClientConformance
+from rl_transformers.testing.generators import GeneratorConformance
+from rl_transformers.testing.inference import InferenceClientConformance
 
 REJECTED = (AssertionError, Failed)
 """The errors of a failing check; `pytest.raises` raises `Failed` if nothing was raised."""

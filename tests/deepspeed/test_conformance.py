@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
-from rl_core.testing.backend import BackendConformance, Variant
 from rl_deepspeed import DeepSpeedOptions, OffloadOptimizer, OffloadParam, ZeroOptimization, deepspeed
+from rl_transformers.testing.backend import BackendConformance, Variant
 
 PADDED = {"use_sample_packing": False}
 RECOMPUTED = {"gradient_checkpointing": True}

@@ -9,11 +9,11 @@ import attrs
 import pytest
 
 from rl_core.interfaces import Worker
-from rl_core.testing.backend import PRELOADED, open_case
-from rl_core.testing.cases import Case
-from rl_core.testing.ranks import RankGroup
 from rl_deepspeed import deepspeed
 from rl_fsdp import FsdpOptions, fsdp
+from rl_transformers.testing.backend import PRELOADED, open_case
+from rl_transformers.testing.cases import Case
+from rl_transformers.testing.ranks import RankGroup
 from tests.deepspeed.test_conformance import zero
 from tests.kept_extras import require_kept_extras
 from tests.trained_kinds import KINDS, UNTIED

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.testing.backend import PRELOADED, TEMPERATURE
-from rl_core.testing.cases import LOSS, Variant, open_case
-from rl_core.testing.ranks import ONE_MICRO_BATCH
 from rl_deepspeed import DeepSpeedOptions, deepspeed
+from rl_transformers.testing.backend import PRELOADED, TEMPERATURE
+from rl_transformers.testing.cases import LOSS, Variant, open_case
+from rl_transformers.testing.ranks import ONE_MICRO_BATCH
 from tests.deepspeed.test_conformance import zero
 
 PRELOADED.update(dict.fromkeys(["rl_deepspeed.backend", "rl_deepspeed.worker"]))

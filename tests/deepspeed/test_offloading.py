@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
-from rl_core.testing.backend import PRELOADED, open_case
 from rl_deepspeed.backend import DeepSpeedBackend
+from rl_transformers.testing.backend import PRELOADED, open_case
 from tests.deepspeed import test_conformance
 
 ON_CPU = test_conformance.ON_CPU

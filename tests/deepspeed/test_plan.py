@@ -9,11 +9,11 @@ import attrs
 import pytest
 
 from rl_core.interfaces import LoraConfig, OptimizerConfig, RankInfo, RankPlan, Worker, WorkerSpec
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case, Variant, open_case
-from rl_core.testing.rank_process import SuiteHost
 from rl_deepspeed import DeepSpeedOptions, OffloadOptimizer, OffloadParam, ZeroOptimization
 from rl_deepspeed.backend import DeepSpeedBackend
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import LIMITS, LOSS, TEMPERATURE, Case, Variant, open_case
+from rl_transformers.testing.rank_process import SuiteHost
 from tests.deepspeed.test_conformance import zero
 
 PRELOADED.update(dict.fromkeys(["rl_deepspeed.worker", "tests.deepspeed.test_plan"]))

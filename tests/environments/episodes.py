@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.interfaces import Action, GroupRequest, SamplingParams, StepResult, Trajectory
-from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.models import character_tokenizer
 
 
 async def judged(environment: Any, row: Mapping[str, Any], response: str, **options: Any) -> StepResult:

@@ -7,8 +7,8 @@ alone on the devices.
 from __future__ import annotations
 
 from rl_core.interfaces import EnginePlugin, EngineSpec, InferenceClient, RankInfo, Worker, WorkerSpec
-from rl_core.testing.reference_engine import ReferenceEngine
 from rl_fsdp.backend import FsdpBackend
+from rl_transformers.testing.reference_engine import ReferenceEngine
 
 EVENTS: list[str] = []
 ON_DEVICES: set[str] = set()

@@ -10,12 +10,12 @@ import pytest
 
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import Worker
-from rl_core.testing.backend import train_and_save
-from rl_core.testing.cases import Variant, open_case
-from rl_core.testing.ranks import RankGroup
 from rl_core.testing.tensors import require_equal
 from rl_fsdp import FsdpOptions, fsdp
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import train_and_save
+from rl_transformers.testing.cases import Variant, open_case
+from rl_transformers.testing.ranks import RankGroup
 
 BACKENDS: dict[str, tuple[Any, Any]] = {"fsdp": (fsdp, FsdpOptions()), "megatron": (megatron, MegatronOptions())}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-import rl_core.rank_kit.scoring.state
+import rl_transformers.rank.state
 from rl_core.config import Config
 from rl_core.errors import WorkerError
 from rl_core.interfaces import Callback, Control
@@ -95,14 +95,14 @@ class SlowStorage(Callback):
     """
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
-        class SlowWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):
+        class SlowWriter(rl_transformers.rank.state.FileSystemWriter):
             def write_data(self, plan, planner):
                 results = super().write_data(plan, planner)
                 if "step_000004" in str(self.path):
                     time.sleep(600)
                 return results
 
-        rl_core.rank_kit.scoring.state.FileSystemWriter = SlowWriter  # pyright: ignore[reportPrivateImportUsage]
+        rl_transformers.rank.state.FileSystemWriter = SlowWriter  # pyright: ignore[reportPrivateImportUsage]
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
         if step == 5:

@@ -18,9 +18,6 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.interfaces import Completion, GenerateRequest, GroupRequest, RankInfo, SamplingParams
-from rl_core.testing.backend import PRELOADED, expected_scores
-from rl_core.testing.cases import LOSS, Case, Variant, open_case
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.update import step_merging
 from rl_core.trainer.update.collate import collate, merged
@@ -31,6 +28,9 @@ from rl_rollout import episode
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.backend import PRELOADED, expected_scores
+from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.examples.environments import Patient
 from tests.forced_numbers import ForcedNumbers, require_replayed
 from tests.megatron.probes import probed

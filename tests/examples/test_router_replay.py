@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rl_core.config import Config
-from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_core.reports.jsonl import read_rows
-from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.run import run_training
+from rl_transformers.expert_choices import ExpertChoices
+from rl_transformers.testing.models import make_checkpoint
 
 
 def test_a_mixture_of_experts_is_trained_along_the_routes_of_its_engine(

@@ -26,7 +26,7 @@ class ChangedFsdp(FsdpBackend):
 
 def take_the_first_ranks_routes(rank: RankInfo) -> None:
     """All ranks that split a packed sequence read the routes of its first part."""
-    from rl_core.rank_kit.scoring import micro_batch
+    from rl_transformers.rank import micro_batch
 
     def of_first_part(batch: Batch, index_C: Tensor, device: torch.device) -> Any:
         return routes(batch, torch.arange(len(index_C)).clamp(max=batch.num_tokens - 1), device)
@@ -36,7 +36,7 @@ def take_the_first_ranks_routes(rank: RankInfo) -> None:
 
 def recompute_by_own_choice(rank: RankInfo) -> None:
     """During recomputation, routers choose experts again instead of repeating the choices of the forward pass."""
-    from rl_core.rank_kit.expert_choices import _Block
+    from rl_transformers.expert_choices import _Block
 
     choose = _Block.choose
 

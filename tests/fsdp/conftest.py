@@ -11,8 +11,8 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.interfaces import ModelConfig, OptimizerConfig, RankInfo, WorkerSpec
-from rl_core.testing.models import make_checkpoint
 from rl_fsdp import FsdpOptions, FsdpWorker
+from rl_transformers.testing.models import make_checkpoint
 
 StartWorker = Callable[..., FsdpWorker]
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
-from rl_core.rank_kit.scoring.attention import packed_attention
-from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
-from rl_core.rank_kit.scoring.shared_attention import flash_precision, half_precision
+from rl_transformers.rank.attention import packed_attention
+from rl_transformers.rank.packed_sequences import PackedSequences
+from rl_transformers.rank.shared_attention import flash_precision, half_precision
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=12)

@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import RankInfo
-from rl_core.rank_kit.scoring.attention import packed_attention_of_rows
-from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
-from rl_core.rank_kit.scoring.token_scorer import load_scorer
-from rl_core.testing.cases import LIMITS
-from rl_core.testing.ranks import RankGroup
 from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.worker import FsdpWorker
 from rl_rollout.local.model import load_model, token_logprobs
+from rl_transformers.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
+from rl_transformers.rank.attention import packed_attention_of_rows
+from rl_transformers.rank.token_scorer import load_scorer
+from rl_transformers.testing.cases import LIMITS
+from rl_transformers.testing.ranks import RankGroup
 from tests.fsdp.conftest import spec_of
 from tests.fsdp.test_models import require_reference_scores
 from tests.model_families import TINY, random_model

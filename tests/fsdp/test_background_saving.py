@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-import rl_core.rank_kit.scoring.state
+import rl_transformers.rank.state
 from rl_core.errors import CheckpointError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_fsdp import FsdpWorker
@@ -34,14 +34,14 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
     """The storage to which workers write states."""
     storage = Storage()
 
-    class Writer(rl_core.rank_kit.scoring.state.FileSystemWriter):
+    class Writer(rl_transformers.rank.state.FileSystemWriter):
         def write_data(self, plan, planner):
             assert storage.may_write.wait(WAIT_S)
             if storage.is_full:
                 raise OSError("no space left")
             return super().write_data(plan, planner)
 
-    monkeypatch.setattr(rl_core.rank_kit.scoring.state, "FileSystemWriter", Writer)
+    monkeypatch.setattr(rl_transformers.rank.state, "FileSystemWriter", Writer)
     yield storage
     storage.may_write.set()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
-from rl_core.testing import VARIANTS, BackendConformance, Variant
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
+from rl_transformers.testing import VARIANTS, BackendConformance, Variant
 
 PADDED = {"use_sample_packing": False}
 RECOMPUTED, SELECTIVE = {"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"}

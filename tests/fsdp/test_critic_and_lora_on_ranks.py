@@ -11,10 +11,10 @@ import attrs
 import pytest
 
 from rl_core.interfaces import Worker, WorkerSpec
-from rl_core.testing.backend import open_case
-from rl_core.testing.cases import Case
-from rl_core.testing.ranks import RankGroup
 from rl_fsdp import FsdpOptions, fsdp
+from rl_transformers.testing.backend import open_case
+from rl_transformers.testing.cases import Case
+from rl_transformers.testing.ranks import RankGroup
 from tests.trained_kinds import KINDS, LORA, UNTIED, require_equal_weights
 
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
-from rl_core.rank_kit.kept_tensors import require_whole_export
-from rl_core.testing.models import character_tokenizer, make_checkpoint
 from rl_fsdp.worker import FsdpWorker
+from rl_transformers.kept_tensors import require_whole_export
+from rl_transformers.testing.models import character_tokenizer, make_checkpoint
 from tests.fsdp.conftest import spec_of
 from tests.model_families import TINY
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
-from rl_core.rank_kit.scoring.lora import adapter_weights, add_adapters, merged_weights
 from rl_core.rank_kit.weight_buckets import unpack_bucket
-from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
 from rl_fsdp import FsdpWorker, fsdp
+from rl_transformers.rank.lora import adapter_weights, add_adapters, merged_weights
+from rl_transformers.testing.models import make_checkpoint
 from tests.fsdp.conftest import random_batch, spec_of
 from tests.model_families import UNUSUAL, random_model
 

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo, WorkerSpec
-from rl_core.rank_kit.scoring.token_scorer import require_structure
-from rl_core.testing.backend import make_batch, weights
-from rl_core.testing.models import FAMILIES, Family, make_checkpoint
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_fsdp import fsdp
 from rl_fsdp.worker import FsdpWorker
+from rl_transformers.rank.token_scorer import require_structure
+from rl_transformers.testing.backend import make_batch, weights
+from rl_transformers.testing.models import FAMILIES, Family, make_checkpoint
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.fsdp.conftest import StartWorker, spec_of
 from tests.model_families import NOT_PACKED, TINY, UNUSUAL, random_model
 

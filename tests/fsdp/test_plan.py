@@ -9,13 +9,13 @@ import attrs
 import pytest
 
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, RankInfo, Worker, WorkerSpec
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import LIMITS, TEMPERATURE, Variant, open_case
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.rank_process import SuiteHost
 from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.backend import FsdpBackend
 from rl_fsdp.options import MixedPrecision
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import LIMITS, TEMPERATURE, Variant, open_case
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.rank_process import SuiteHost
 
 PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "tests.fsdp.test_plan"]))
 

@@ -18,13 +18,13 @@ from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, ShapeError
 from rl_core.interfaces import LossSpec, RankInfo
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
-from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import Variant, make_batch, open_case
-from rl_core.testing.models import MOE_FAMILIES, Family, make_checkpoint
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_fsdp import FsdpOptions, FsdpWorker
 from rl_fsdp.backend import fsdp
+from rl_transformers.rank.micro_batch import model_input, predicted_tokens
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import Variant, make_batch, open_case
+from rl_transformers.testing.models import MOE_FAMILIES, Family, make_checkpoint
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.forced_numbers import (
     ATTENTION_ADAPTERS,
     ForcedNumbers,

@@ -17,7 +17,6 @@ from rl_core.algorithms.advantages import grpo_advantages
 from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, RankInfo
 from rl_core.rank_kit.objectives import objective_from_spec
-from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.update.batch_update import BatchUpdate, UpdateSettings, rollout_agreement
 from rl_core.trainer.update.model_update import ModelUpdateSettings
 from rl_core.trainer.update.models import Models
@@ -25,6 +24,7 @@ from rl_core.trainer.update.scoring_pass import ScoringPass
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_fsdp import fsdp
 from rl_fsdp.worker import FsdpWorker
+from rl_transformers.testing.models import make_checkpoint
 from tests.fsdp.conftest import StartWorker, random_batch, spec_of
 
 LENGTHS = [5, 61, 2, 33, 40, 1, 90, 12]

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl_core import config as configuration
 from rl_core.interfaces import LossSpec
-from rl_core.rank_kit.scoring import recomputation
 from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
 from rl_core.trainer.before.rehearsed_run import planned_phase, rehearsed_model
 from rl_fsdp import FsdpOptions
+from rl_transformers.rank import recomputation
 from tests.fsdp.conftest import StartWorker, random_batch
 
 LOSS = LossSpec(name="ppo_clip", params={"eps_clip_low": 0.2, "eps_clip_high": 0.2})

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import Backend, LoraConfig, ModelConfig, Worker
-from rl_core.testing.backend import Variant, open_case
-from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.ranks import RankGroup
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
+from rl_transformers.testing.backend import Variant, open_case
+from rl_transformers.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.ranks import RankGroup
 from tests.fsdp.conftest import spec_of
 from tests.kept_extras import require_kept_extras
 

@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from rl_core.batch import Batch
 from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
-from rl_core.rank_kit.scoring import shared_attention
-from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention
-from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens
-from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
-from rl_core.rank_kit.scoring.token_scorer import TokenScorer
+from rl_transformers.rank import shared_attention
+from rl_transformers.rank.attention import PACKED_ATTENTION, packed_attention
+from rl_transformers.rank.micro_batch import model_input, predicted_tokens
+from rl_transformers.rank.packed_sequences import PackedSequences
+from rl_transformers.rank.token_scorer import TokenScorer
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -13,7 +13,6 @@ from torch import Tensor
 from rl_core.algorithms.reductions import REDUCTIONS
 from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, OptimizerStep, OptimizerUpdate, RankInfo
-from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.loop.step_metrics import divided
 from rl_core.trainer.update.batch_update import BatchUpdate
 from rl_core.trainer.update.models import Models
@@ -21,6 +20,7 @@ from rl_core.trainer.update.scoring_pass import ScoringPass
 from rl_core.workers import WorkerGroup
 from rl_fsdp import fsdp
 from rl_fsdp.worker import FsdpWorker
+from rl_transformers.testing.models import make_checkpoint
 from tests.fsdp.conftest import spec_of
 from tests.fsdp.test_scoring_pass import UNSCORED, played_batch, settings_of
 

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LossSpec, ModelConfig, RankInfo, Worker, WorkerSpec
-from rl_core.rank_kit.scoring.token_scorer import require_structure
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.rank_process import SuiteHost
 from rl_fsdp import FsdpOptions, FsdpWorker, fsdp
 from rl_fsdp.backend import FsdpBackend
+from rl_transformers.rank.token_scorer import require_structure
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.rank_process import SuiteHost
 from tests.fsdp.conftest import random_batch, spec_of
 
 PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "rl_fsdp.fsdp1", "tests.fsdp.test_trainable"]))

@@ -15,8 +15,8 @@ from transformers import AutoModel
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LossSpec, OptimizerConfig, Plan, RankInfo
-from rl_core.testing.models import make_checkpoint
 from rl_fsdp import FsdpWorker
+from rl_transformers.testing.models import make_checkpoint
 from tests.fsdp.conftest import random_batch, spec_of
 
 LENGTHS = [23, 40, 1, 9, 33, 2]

@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import pytest
 
-from rl_core.testing import BackendConformance, Variant
 from rl_deepspeed import DeepSpeedOptions, ZeroOptimization, deepspeed
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing import BackendConformance, Variant
 from tests.megatron import test_conformance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -11,10 +11,11 @@ from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import ModelConfig, OptimizerConfig, WorkerSpec
-from rl_core.rank_kit import Differences, ProofJob, compare, config_at_hand
-from rl_core.testing.ranks import PRELOADED, fork_server
 from rl_megatron.backend import MegatronBackend
 from rl_megatron.options import MegatronOptions
+from rl_transformers.pretrained import config_at_hand
+from rl_transformers.proof.proof_process import Differences, ProofJob, compare
+from rl_transformers.testing.ranks import PRELOADED, fork_server
 
 PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.changed", "tests.megatron.proving"]))
 WHERE = "trainer.policy.model.path"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rl_core.errors import WorkerError
 from rl_core.layout.slices import context_positions
-from rl_core.testing.cases import TEMPERATURE, Variant, open_case
 from rl_megatron import MegatronOptions
 from rl_megatron.model.attention import CoreAttention, Segments, _pieces
+from rl_transformers.testing.cases import TEMPERATURE, Variant, open_case
 from tests.megatron.changed import ChangedBackend
 from tests.megatron.test_needed import DENSE, LIMITS, backward_error, start
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.layout.packing import plan_micro_batches
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
-from rl_core.testing.cases import LOSS, Case, Variant, open_case
-from rl_core.testing.forced_routes import routers
-from rl_core.testing.ranks import RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE
+from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
+from rl_transformers.testing.forced_routes import routers
+from rl_transformers.testing.ranks import RankGroup
 from tests.megatron.changed import UncheckedBackend
 
 PRELOADED["rl_megatron.rank.worker"] = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_core.testing.backend import LIMITS, PRELOADED, backward
-from rl_core.testing.cases import LOSS, TEMPERATURE, Variant, open_case
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import LIMITS, PRELOADED, backward
+from rl_transformers.testing.cases import LOSS, TEMPERATURE, Variant, open_case
 
 PRELOADED["rl_megatron.rank.worker"] = None
 

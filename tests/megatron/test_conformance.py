@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
-from rl_core.testing import VARIANTS, BackendConformance, Variant
-from rl_core.testing.backend import Tolerances
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing import VARIANTS, BackendConformance, Variant
+from rl_transformers.testing.backend import Tolerances
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"

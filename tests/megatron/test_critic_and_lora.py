@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.batch import Batch
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, Worker
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
-from rl_core.testing.cases import LOSS, Case, Variant, open_case
-from rl_core.testing.ranks import RankGroup
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import LoraOptions, MegatronOptions, megatron
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
+from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
+from rl_transformers.testing.ranks import RankGroup
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.trained_kinds import batch_of
 
 PRELOADED["rl_megatron.rank.worker"] = None

@@ -7,10 +7,10 @@ import attrs
 import pytest
 
 from rl_core.interfaces import LoraConfig
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
-from rl_core.testing.rank_process import SuiteHost
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
+from rl_transformers.testing.rank_process import SuiteHost
 from tests.kept_extras import require_kept_extras
 from tests.megatron.probes import probed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rl_core.interfaces import Worker
-from rl_core.testing.backend import LIMITS, PRELOADED, backward
-from rl_core.testing.cases import LOSS, TEMPERATURE, Variant, open_case
 from rl_megatron import DdpOptions, MegatronOptions
+from rl_transformers.testing.backend import LIMITS, PRELOADED, backward
+from rl_transformers.testing.cases import LOSS, TEMPERATURE, Variant, open_case
 from tests.megatron.changed import ChangedBackend
 
 PRELOADED["rl_megatron.rank.worker"] = None

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_core.rank_kit import model_proof, require_proof
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.proof import model_proof
+from rl_transformers.proof.model_proof import require_proof
 from tests import forked_proofs
 from tests.megatron.changed import UncheckedBackend
 from tests.megatron.models import ARCHITECTURES, EXPERTS, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
@@ -360,7 +361,7 @@ def test_a_recorded_proof_is_used_only_for_the_same_inputs(kept, model, tmp_path
 
 
 def model_proof_differences():
-    from rl_core.rank_kit import Differences
+    from rl_transformers.proof.proof_process import Differences
 
     return Differences(logprob=0.0, mean_logprob=0.0, gradient=0.0, parameter="")
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import ModelConfig, Worker
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, weights
-from rl_core.testing.cases import LOSS, Variant, open_case
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.rank_process import SuiteHost
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, weights
+from rl_transformers.testing.cases import LOSS, Variant, open_case
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.rank_process import SuiteHost
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.forced_numbers import gradient_error
 from tests.megatron.probes import probed
 

@@ -12,10 +12,10 @@ import pytest
 
 from rl_core.errors import WorkerError
 from rl_core.interfaces import Worker
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward
-from rl_core.testing.cases import LOSS, Case, Variant, open_case
-from rl_core.testing.ranks import RankGroup
 from rl_megatron import MegatronOptions
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward
+from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
+from rl_transformers.testing.ranks import RankGroup
 from tests.forced_numbers import gradient_error
 from tests.megatron.changed import ChangedBackend
 

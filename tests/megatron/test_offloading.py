@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rl_core.interfaces import Offloadable, Worker
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
-from rl_core.testing.rank_process import SuiteHost
 from rl_core.testing.tensors import require_equal
 from rl_megatron import MegatronOptions
 from rl_megatron.rank.offloading import HostCopy
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
+from rl_transformers.testing.rank_process import SuiteHost
 from tests.megatron.probes import probed
 
 PRELOADED["rl_megatron.rank.worker"] = None

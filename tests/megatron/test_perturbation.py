@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rl_core.interfaces import LoraConfig, Perturbable
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import Case, Variant, open_case
-from rl_core.testing.ranks import RankGroup
 from rl_core.testing.tensors import require_equal
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import Case, Variant, open_case
+from rl_transformers.testing.ranks import RankGroup
 
 PRELOADED["rl_megatron.rank.worker"] = None
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

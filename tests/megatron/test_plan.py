@@ -12,13 +12,13 @@ from rl_core.cli.app import rl
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Planner
 from rl_core.layout.packing import padded_lengths
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
-from rl_core.testing.cases import LOSS, Variant, open_case
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.rank_process import SuiteHost
 from rl_deepspeed import deepspeed
 from rl_fsdp import fsdp
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE
+from rl_transformers.testing.cases import LOSS, Variant, open_case
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.rank_process import SuiteHost
 from tests.megatron.probes import probed
 
 PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.probes"]))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError
-from rl_core.testing.backend import PRELOADED, TEMPERATURE, backward
-from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
 from rl_megatron.checks.refusals import refuse
+from rl_transformers.testing.backend import PRELOADED, TEMPERATURE, backward
+from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
 
 PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker"]))
 NUM_QUICK, NUM_ALL = 16, 200

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rl_core.interfaces import ModelConfig, RankInfo
-from rl_core.testing.cases import make_batch
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import megatron
+from rl_transformers.testing.cases import make_batch
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.megatron.models import ARCHITECTURES
 from tests.megatron.proving import complaint_of, proofs, proved, spec_of
 

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from rl_core.cli.app import rl
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Role
-from rl_core.rank_kit import model_proof
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
-from rl_core.testing.cases import Variant, open_case
-from rl_core.testing.models import make_checkpoint
 from rl_megatron import MegatronOptions, megatron
 from rl_megatron.backend import MegatronBackend
+from rl_transformers.proof import model_proof
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
+from rl_transformers.testing.cases import Variant, open_case
+from rl_transformers.testing.models import make_checkpoint
 from tests.megatron.models import LATENT, LLAMA3, YARN, config_of, rope
 from tests.megatron.proving import spec_of
 

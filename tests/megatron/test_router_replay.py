@@ -14,14 +14,14 @@ from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, ShapeError, WorkerError
 from rl_core.interfaces import LoraConfig, ModelConfig, Worker
 from rl_core.rank_kit.route_layers import with_routes_of
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, other_routes
-from rl_core.testing.cases import LOSS, Variant, open_case
-from rl_core.testing.forced_routes import routers
-from rl_core.testing.models import make_checkpoint
-from rl_core.testing.rank_process import SuiteHost
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_core.workers.rank import RankHost
 from rl_megatron import LoraOptions, MegatronOptions
+from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, other_routes
+from rl_transformers.testing.cases import LOSS, Variant, open_case
+from rl_transformers.testing.forced_routes import routers
+from rl_transformers.testing.models import make_checkpoint
+from rl_transformers.testing.rank_process import SuiteHost
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.forced_numbers import (
     ATTENTION_ADAPTERS,
     LOGPROB_TOLERANCE,
@@ -130,7 +130,7 @@ def test_ranks_follow_the_routes_of_their_layers_and_return_them(mesh, open_forc
             routes_TLK[:, layers] = routes_TLK[:, layers].roll(-1, 1)
             return with_routes_of(batch.with_columns(routed_experts=routes_TLK), layers_of_rank)
 
-        monkeypatch.setattr("rl_core.testing.ranks.with_routes_of", with_routes_of_next_layers)
+        monkeypatch.setattr("rl_transformers.testing.ranks.with_routes_of", with_routes_of_next_layers)
         with pytest.raises(AssertionError, match="log-probs differ"):
             require_replayed(group, batch, expected)
 

@@ -12,11 +12,11 @@ import pytest
 
 from rl_core.errors import DiskFullError, StorageError, WorkerError
 from rl_core.interfaces import BackgroundSaver, Worker
-from rl_core.testing.backend import PRELOADED, backward
-from rl_core.testing.cases import LOSS, Case, Variant, open_case
-from rl_core.testing.rank_process import SuiteHost
-from rl_core.testing.ranks import RankGroup
 from rl_megatron import MegatronOptions
+from rl_transformers.testing.backend import PRELOADED, backward
+from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
+from rl_transformers.testing.rank_process import SuiteHost
+from rl_transformers.testing.ranks import RankGroup
 from tests.megatron.probes import probed
 from tests.megatron.test_needed import start, step
 

@@ -11,9 +11,9 @@ import pytest
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import ModelConfig
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.cases import Variant, open_case
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.cases import Variant, open_case
 from tests.megatron import test_conformance
 from tests.megatron.test_conformance import CP, EP, ETP, FOUR_LAYERS, PP, QWEN_MOE, TP, UNTIED, VPP, mesh, routed
 

@@ -54,8 +54,8 @@ class FaultyFsdp(FsdpBackend):
 def _install(worker: Any, options: FaultyOptions) -> None:
     import torch
 
-    import rl_core.rank_kit.scoring.state
-    from rl_core.rank_kit.scoring.distributing import decoder_layers
+    import rl_transformers.rank.state
+    from rl_transformers.rank.distributing import decoder_layers
 
     passed = count()
 
@@ -63,7 +63,7 @@ def _install(worker: Any, options: FaultyOptions) -> None:
         if next(passed) == options.fault_time:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    class DyingWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):
+    class DyingWriter(rl_transformers.rank.state.FileSystemWriter):
         """Kills the process once this rank's file is written, while the other ranks wait for its result."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -73,12 +73,12 @@ def _install(worker: Any, options: FaultyOptions) -> None:
             return results
 
     def write_and_die(method: str) -> None:
-        write, writer = getattr(worker, method), rl_core.rank_kit.scoring.state.FileSystemWriter
+        write, writer = getattr(worker, method), rl_transformers.rank.state.FileSystemWriter
 
         def call(*args: Any) -> None:
-            rl_core.rank_kit.scoring.state.FileSystemWriter = DyingWriter
+            rl_transformers.rank.state.FileSystemWriter = DyingWriter
             write(*args)
-            rl_core.rank_kit.scoring.state.FileSystemWriter = writer
+            rl_transformers.rank.state.FileSystemWriter = writer
 
         setattr(worker, method, call)
 

@@ -24,7 +24,7 @@ class FullDiskFsdp(FsdpBackend):
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         from rl_core.rank_kit import model_files
-        from rl_core.rank_kit.scoring import state
+        from rl_transformers.rank import state
 
         if rank.rank == 0:
             for module, name in ((model_files, "save_file"), (state, "write_state_list")):

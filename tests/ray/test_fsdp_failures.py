@@ -13,8 +13,8 @@ import pytest
 
 from rl_core.errors import WorkerError
 from rl_core.interfaces import LossSpec
-from rl_core.testing.models import make_checkpoint
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_transformers.testing.models import make_checkpoint
 from tests.fsdp.conftest import random_batch, spec_of
 from tests.ray.conftest import IN_TIME_S, START_S, make_calls
 from tests.ray.faulty_fsdp import METHODS, PHASES, FaultyOptions, faulty_fsdp

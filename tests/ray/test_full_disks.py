@@ -9,8 +9,8 @@ import pytest
 
 from rl_core.errors import DiskFullError, WeightSyncError
 from rl_core.interfaces import LossSpec
-from rl_core.testing.models import make_checkpoint
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_transformers.testing.models import make_checkpoint
 from tests.fsdp.conftest import random_batch, spec_of
 from tests.ray.conftest import START_S
 from tests.ray.full_disk_fsdp import full_disk_fsdp, transport

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_core.testing.cases import TEMPERATURE
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_examples.smollm2_model import write_smollm2
+from rl_transformers.testing.cases import TEMPERATURE
+from rl_transformers.testing.reference_worker import ReferenceWorker
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "runs" / "models" / "smollm2"

@@ -13,12 +13,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.interfaces import ModelConfig, Worker, WorkerSpec
-from rl_core.testing.bfloat16 import is_scored
-from rl_core.testing.parity import Measurement, write_down
-from rl_core.testing.ranks import PRELOADED, RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_fsdp import FsdpOptions, fsdp
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.bfloat16 import is_scored
+from rl_transformers.testing.parity import Measurement, write_down
+from rl_transformers.testing.ranks import PRELOADED, RankGroup
 from tests.real_model.conftest import Reference
 from tests.real_model.real_text import real_batch
 

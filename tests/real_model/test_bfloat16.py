@@ -9,10 +9,10 @@ import attrs
 import pytest
 
 from rl_core.interfaces import OptimizerConfig
-from rl_core.testing.bfloat16 import Baseline, measure_results
-from rl_core.testing.parity import Measurement, write_down
-from rl_core.testing.ranks import RankGroup
 from rl_fsdp import FsdpOptions
+from rl_transformers.testing.bfloat16 import Baseline, measure_results
+from rl_transformers.testing.parity import Measurement, write_down
+from rl_transformers.testing.ranks import RankGroup
 from tests.real_model.real_text import policy_batches, real_model, real_sequences
 from tests.real_model.test_backends import LIMITS, MESHES, spec_of
 

@@ -28,10 +28,10 @@ from rl_core.interfaces import (
     StepResult,
     Trajectory,
 )
-from rl_core.testing.inference import Bench
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.inference import Bench
 
 NUM_GROUPS, GROUP_SIZE = 40, 5
 TOLERANCE = 1e-4

@@ -29,13 +29,13 @@ from rl_core.interfaces import (
     Trajectory,
 )
 from rl_core.seeds import seed_of
-from rl_core.testing.models import character_tokenizer
 from rl_core.trainer.state.checkpoint import list_checkpoints, load_state
 from rl_core.trainer.state.recorded_answers import GroupAnswers, RecordingSampler, request_key
 from rl_core.trainer.state.stored_groups import StartedGroup, read_groups, read_started_groups
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes, sample_seed
+from rl_transformers.testing.models import character_tokenizer
 from tests.core.loop_checks import require_nothing_is_lost
 from tests.core.scripted_run import Script, ScriptedEngine, ScriptedRun
 from tests.core.test_loop_stops import ended_after

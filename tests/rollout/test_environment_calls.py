@@ -21,7 +21,6 @@ import pytest
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, GroupRequest, SamplingParams, StepResult
-from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout import environment_pool, environment_processes
 from rl_rollout.chat import TokenCodec
@@ -29,6 +28,7 @@ from rl_rollout.environment_pool import HangingThreads
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.models import character_tokenizer
 from tests.passing_time import pass_time, until
 from tests.rollout.odd_environments import (
     RAISED,

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from rl_core.interfaces import GenerateRequest, GroupRequest, PlacementKind, SamplingParams, Trajectory
-from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.update.batch_update import rollout_agreement
 from rl_core.trainer.update.collate import collate, merged
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.models import character_tokenizer
 from tests.rollout.forcing_environments import Forces, ForcesByAMapping, ForcesEveryTurn
 
 TOKENIZER = character_tokenizer()

@@ -13,9 +13,9 @@ import pytest
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError, DataError, GenerationError
 from rl_core.interfaces import Completion, Environment, GroupRequest, SamplingParams, StepResult
-from rl_core.testing.models import character_tokenizer, make_checkpoint
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.generator import EnvironmentGenerator, Episodes, context_window, sample_seed
+from rl_transformers.testing.models import character_tokenizer, make_checkpoint
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"

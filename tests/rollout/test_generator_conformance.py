@@ -9,10 +9,10 @@ import attrs
 import pytest
 
 from rl_core.interfaces import Environment, Generator, GroupRequest, StepResult, Trajectory, TrajectoryStep
-from rl_core.testing.generators import GeneratorConformance
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.generators import GeneratorConformance
 
 ROW = {"prompt": "count to 3: "}
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rl_core.interfaces import Completion, GenerateRequest, KeptTokens, SamplingParams, StopReason
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.resuming import whole_response
+from rl_transformers.testing.models import make_checkpoint
 
 
 class InParts:

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rl_core.interfaces import SamplingParams
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.local import rows
 from rl_rollout.local.cache import RowCache, rows_without
 from rl_rollout.local.rows import Sample
 from rl_rollout.local.scheduler import Scheduler
+from rl_transformers.testing.models import make_checkpoint
 
 HEADS, HEAD_DIM = 2, 4
 COLUMN_BYTES = 2 * HEADS * HEAD_DIM * 4

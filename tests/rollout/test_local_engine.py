@@ -21,11 +21,11 @@ from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSy
 from rl_core.interfaces import GenerateRequest, Manifest, Rendezvous, SamplingParams
 from rl_core.plugins import installed, load
 from rl_core.rank_kit.weight_buckets import tensor_record
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import StagedWeights, load_model, load_weights, require_complete
 from rl_rollout.local.rows import Rows, Sample
 from rl_rollout.local.scheduler import Scheduler
+from rl_transformers.testing.models import make_checkpoint
 from tests.model_families import UNUSUAL, random_model
 from tests.passing_time import pass_time, until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.testing.inference import InferenceClientConformance
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.transports.files import files
+from rl_transformers.testing.inference import InferenceClientConformance
 
 
 class TestLocalEngine(InferenceClientConformance):

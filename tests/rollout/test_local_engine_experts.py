@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import SamplingParams
-from rl_core.rank_kit.expert_choices import ExpertChoices
-from rl_core.testing.forced_routes import routers
-from rl_core.testing.models import MOE_FAMILIES, make_checkpoint
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.scheduler import Scheduler
+from rl_transformers.expert_choices import ExpertChoices
+from rl_transformers.testing.forced_routes import routers
+from rl_transformers.testing.models import MOE_FAMILIES, make_checkpoint
 from tests.rollout.test_local_engine import finish, largest_difference, load_checkpoint, random_samples, staged
 
 DENSE_FIRST = {"num_hidden_layers": 3, "mlp_only_layers": [0]}

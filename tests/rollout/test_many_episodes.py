@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rl_core.testing.inference import make_bench
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import load_model
 from rl_rollout.transports.files import files
+from rl_transformers.testing.inference import make_bench
+from rl_transformers.testing.models import make_checkpoint
 from tests.rollout.many_episodes import play_disturbed, require_exact_accounting
 
 

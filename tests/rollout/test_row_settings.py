@@ -14,12 +14,12 @@ import pytest
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Environment, StepResult
-from rl_core.testing.models import make_checkpoint
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_rollout.chat import TokenCodec, codec_of
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.supervised_tokens import RowEncoder
+from rl_transformers.testing.models import make_checkpoint
 from tests.rollout.chat_templates import TOOL_CHATML, tokenizer_of
 from tests.rollout.requests import one_sample_of
 

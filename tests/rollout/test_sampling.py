@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.interfaces import SamplingParams
-from rl_core.testing.reference_engine import slow_distribution
 from rl_rollout.local import sampling
 from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
+from rl_transformers.testing.reference_engine import slow_distribution
 
 knobs = st.builds(
     SamplingParams,

@@ -9,7 +9,6 @@ import pytest
 
 from rl_core.interfaces import Environment, GenerateRequest, StepResult, Trajectory
 from rl_core.reports.samples import sample_of
-from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.loop.evaluation import trajectory_means
 from rl_core.trainer.loop.group_selection import Selection
@@ -17,6 +16,7 @@ from rl_core.trainer.update.collate import collate
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from rl_transformers.testing.models import character_tokenizer
 from tests.rollout.requests import one_sample_of
 
 TOKENIZER = character_tokenizer()

@@ -10,8 +10,8 @@ import pytest
 
 from rl_core.config import from_mapping
 from rl_core.errors import DataError
-from rl_core.testing.models import character_tokenizer, make_checkpoint
 from rl_core.trainer.before.preflight import preflight
+from rl_transformers.testing.models import character_tokenizer, make_checkpoint
 
 CHAT = "{% for m in messages %}{{ m.role }}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 PLAIN = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3"}

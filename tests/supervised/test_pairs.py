@@ -27,8 +27,8 @@ from rl_core.errors import ConfigError, DataError, ShapeError
 from rl_core.interfaces import LossSpec
 from rl_core.rank_kit.model_files import HEAD_FILE, write_head
 from rl_core.rank_kit.objectives import objective_from_spec
-from rl_core.testing.cases import LIMITS, TEMPERATURE, Case, Variant, open_case
-from rl_core.testing.ranks import PRELOADED, RankGroup
+from rl_transformers.testing.cases import LIMITS, TEMPERATURE, Case, Variant, open_case
+from rl_transformers.testing.ranks import PRELOADED, RankGroup
 
 BETA = 0.3
 PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "rl_deepspeed.worker", "rl_megatron.rank.worker"]))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.testing.models import character_tokenizer
 from rl_core.trainer.before.data import read_rows
 from rl_rollout.chat import TokenCodec
 from rl_rollout.dataset_generator import DatasetGenerator
 from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, TrainedTurns, text_parts
+from rl_transformers.testing.models import character_tokenizer
 from tests.supervised.trained import PAIRS, config_of, first_batch
 
 OPENING = "{% if add_generation_prompt %}[assistant:{% endif %}"
@@ -212,7 +212,7 @@ def test_prompts_of_token_id_rows_and_preference_pairs_are_read(tmp_path: Path):
 
 
 def test_a_pair_becomes_two_trajectories_of_which_the_preferred_one_has_the_reward(tmp_path: Path):
-    from rl_core.testing.models import make_checkpoint
+    from rl_transformers.testing.models import make_checkpoint
 
     model = make_checkpoint(tmp_path / "model")
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "33"}, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}]

@@ -194,8 +194,8 @@ def test_a_template_that_does_not_show_tools_is_refused(family: str):
 
 def test_a_row_with_invalid_tools_is_named_before_the_run(tmp_path: Path):
     from rl_core.config import generator_spec
-    from rl_core.testing.models import make_checkpoint
     from rl_core.trainer.before.preflight import NoSampler
+    from rl_transformers.testing.models import make_checkpoint
 
     tokenizer = tokenizer_with(TOOL_CHATML)
     model = make_checkpoint(tmp_path / "model", max_position_embeddings=2048, vocab_size=len(tokenizer))

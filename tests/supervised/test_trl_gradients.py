@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from rl_core.testing.models import make_checkpoint
+from rl_transformers.testing.models import make_checkpoint
 from tests.supervised.trained import PAIRS, config_of, gradient
 
 TOLERANCE = 1e-5

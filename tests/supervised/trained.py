@@ -13,13 +13,13 @@ from torch import Tensor
 from rl_core.batch import Batch
 from rl_core.config import Config, from_mapping, generator_spec
 from rl_core.rank_kit.objectives import objective_from_spec
-from rl_core.testing.ranks import RankGroup
 from rl_core.trainer.before.data import read_rows
 from rl_core.trainer.before.preflight import NoSampler
 from rl_core.trainer.before.settings import model_shapes, train_rollouts, update_settings, worker_spec
 from rl_core.trainer.loop.rollouts import generate_group, group_request
 from rl_core.trainer.update.batch_advantages import with_loss_weights
 from rl_core.trainer.update.collate import collate
+from rl_transformers.testing.ranks import RankGroup
 
 PAIRS = {
     "generator.responses": "pair",

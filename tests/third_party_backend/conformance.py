@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from plain_ddp.backend import PlainDdpOptions, plain_ddp
 
-from rl_core.testing import BackendConformance, Variant
+from rl_transformers.testing import BackendConformance, Variant
 
 PADDED = {"use_sample_packing": False}
 

@@ -11,7 +11,16 @@ from typing import Literal
 import attrs
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rl_core", "rl_deepspeed", "rl_environments", "rl_examples", "rl_fsdp", "rl_megatron", "rl_rollout")
+PACKAGES = (
+    "rl_core",
+    "rl_deepspeed",
+    "rl_environments",
+    "rl_examples",
+    "rl_fsdp",
+    "rl_megatron",
+    "rl_rollout",
+    "rl_transformers",
+)
 
 When = Literal["import", "call", "typing"]
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from tests.workspace.imports import PACKAGES, module_name, source_root
 
 LISTING = Path(__file__).with_name("public_api.txt")
-SIGNED = ("rl_core.interfaces", "rl_core.testing")
+SIGNED = ("rl_core.interfaces", "rl_core.testing", "rl_transformers.testing")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
 
 

@@ -27,12 +27,13 @@ from tests.workspace.imports import PACKAGES, ROOT, Import, imports_of, module_n
 
 MAY_IMPORT = {
     "rl_core": set(),
-    "rl_fsdp": {"rl_core"},
-    "rl_deepspeed": {"rl_core"},
+    "rl_transformers": {"rl_core"},
+    "rl_fsdp": {"rl_core", "rl_transformers"},
+    "rl_deepspeed": {"rl_core", "rl_transformers"},
     "rl_environments": {"rl_core"},
-    "rl_megatron": {"rl_core"},
-    "rl_rollout": {"rl_core"},
-    "rl_examples": {"rl_core", "rl_fsdp", "rl_deepspeed", "rl_megatron", "rl_rollout", "rl_environments"},
+    "rl_megatron": {"rl_core", "rl_transformers"},
+    "rl_rollout": {"rl_core", "rl_transformers"},
+    "rl_examples": {*PACKAGES} - {"rl_examples"},
 }
 
 
@@ -51,15 +52,16 @@ STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Layer that is useful without other layers → the only library that it imports. Of rl_core it imports only `GROUND`."""
 GROUND = {"errors", "columns", "function_settings", "trajectory_rows"}
 """Modules that import no library."""
-NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
+NEVER_WITH_RL_CORE = {"vllm", "megatron", "ray"}
+"""Libraries that rl_core does not import at module level, except behind an extra."""
+NOWHERE_IN_RL_CORE = {"transformers", "peft"}
+"""Libraries that rl_core imports nowhere, not even in functions and for type checkers."""
 CONTRACTS = "rl_core.interfaces"
 """The package of the contracts. Other modules import its names from it, not from the modules that define them."""
 BEHIND_AN_EXTRA = {
     "rl_core.workers.ray_rank": {"ray"},
     "rl_core.workers.ray_cluster": {"ray"},
     "rl_core.workers.ray_ranks": {"ray"},
-    "rl_core.testing": {"transformers"},
-    "rl_core.rank_kit.scoring": {"transformers"},
 }
 """Modules of rl_core → packages of an optional extra that they import at module level. No other module of rl_core
 imports these packages or these modules at module level."""
@@ -156,7 +158,9 @@ def foreign_violations(imports: list[Import]) -> list[str]:
         imported = top(found.imported)
         alone = STANDS_ALONE.get(layer(found.importer))
         foreign = imported not in sys.stdlib_module_names and imported not in PACKAGES
-        if found.when == "import" and imported in NEVER_WITH_RL_CORE - extras_of(found.importer):
+        if imported in NOWHERE_IN_RL_CORE or (
+            found.when == "import" and imported in NEVER_WITH_RL_CORE - extras_of(found.importer)
+        ):
             wrong.append(f"{found}: rl_core runs without it")
         if found.when == "import" and extras_of(found.imported) - extras_of(found.importer):
             wrong.append(f"{found}: it needs an extra; import it where it is used")
@@ -322,6 +326,7 @@ def test_made_up_foreign_imports_are_caught(tmp_path):
             "rl_core/algorithms/losses.py": "import math\nimport torch\ndef mean():\n    import numpy\n",
             "rl_core/workers/ray_ranks.py": "import ray\n",
             "rl_core/workers/group.py": "from rl_core.workers.ray_ranks import RayRanks\n",
+            "rl_core/workers/tokens.py": "def start():\n    from transformers import AutoTokenizer\n",
             "rl_core/workers/lazy.py": "def start():\n    from rl_core.workers.ray_ranks import RayRanks\n",
         },
     )
@@ -329,6 +334,7 @@ def test_made_up_foreign_imports_are_caught(tmp_path):
         "imports numpy: algorithms needs torch alone",
         "imports ray: rl_core runs without it",
         "imports rl_core.workers.ray_ranks.RayRanks: it needs an extra; import it where it is used",
+        "imports transformers.AutoTokenizer: rl_core runs without it",
     ]
 
 

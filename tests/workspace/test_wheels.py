@@ -23,14 +23,14 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rl_core.testing.models import make_checkpoint
+from rl_transformers.testing.models import make_checkpoint
 from tests.installing import find_links, uv
 from tests.workspace.imports import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ON_RAY = "rl_core.workers.ray_cluster rl_core.workers.ray_rank rl_core.workers.ray_ranks"
-BEHIND_EXTRAS = f"rl_core.testing rl_core.rank_kit.scoring {ON_RAY} rl_rollout.vllm"
+BEHIND_EXTRAS = f"rl_core.testing rl_transformers.rank rl_transformers.testing {ON_RAY} rl_rollout.vllm"
 
 MEGATRON_RANK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/single_packages.md").read_text(), flags=re.DOTALL)[-1]
 """A script that trains the model in the folder `model`."""
@@ -118,8 +118,8 @@ def test_each_package_brings_what_it_declares_and_no_more(environment):
         environment.import_all("transformers")
 
     environment.install("rl-rollout")
-    environment.import_all("rl_rollout")
-    assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-environments", "rl-examples"}
+    environment.import_all("rl_rollout", "rl_transformers")
+    assert not environment.distributions() & {"peft", "rl-fsdp", "rl-megatron", "rl-environments", "rl-examples"}
     assert "local" in environment.run("rl", "plugins")
 
     environment.install("rl-environments")
@@ -132,7 +132,7 @@ def test_each_package_brings_what_it_declares_and_no_more(environment):
     assert "trainer" in environment.run("rl", "config", "quickstart")
 
     environment.install("rl-deepspeed", "rl-megatron")
-    environment.import_all("rl_fsdp", "rl_deepspeed")
+    environment.import_all("rl_fsdp", "rl_deepspeed", "rl_transformers.rank")
     # rl-megatron's workers need the extra `bridge`, which pip has to install in a separate call (README.md).
     environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.checks.refusals")
     listed = environment.run("rl", "plugins")
@@ -140,8 +140,8 @@ def test_each_package_brings_what_it_declares_and_no_more(environment):
         assert backend in listed
         assert not re.search("rl-(rollout|environments|examples)", environment.requirements(f"rl-{backend}"))
 
-    environment.install("rl-core[testing]")
-    environment.import_all("rl_core", left_out=ON_RAY)
+    environment.install("rl-transformers[testing]")
+    environment.import_all("rl_core", "rl_transformers", left_out=ON_RAY)
 
     # The doctor reports what Megatron lacks; once that is installed, Megatron works.
     missing = environment.run("rl", "doctor", fails=True)

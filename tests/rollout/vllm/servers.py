@@ -15,9 +15,7 @@ from torch import Tensor
 
 from rl_core.config import Config, engine_spec, from_mapping
 from rl_core.interfaces import EngineSpec, GenerateRequest, Manifest, SamplingParams, WeightTransport
-from rl_core.rank_kit.scoring.weights import checkpoint_tensors
 from rl_core.rank_kit.weight_buckets import pack_buckets
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.engine_arguments import ranks_per_engine
 from rl_rollout.vllm.launch import client_settings, servers_of, supervised_client
@@ -25,6 +23,8 @@ from rl_rollout.vllm.placement import reserve_places
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer
 from rl_rollout.vllm.tokens import Tokens
+from rl_transformers.rank.weights import checkpoint_tensors
+from rl_transformers.testing.models import make_checkpoint
 
 T = TypeVar("T")
 TOKENS = Tokens(control="the control token of these tests")

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import ConfigError
-from rl_core.testing.models import make_checkpoint
 from rl_rollout.vllm.adapter_settings import OF_TRAINING, READ, read_settings, require_read
+from rl_transformers.testing.models import make_checkpoint
 
 TOKENS = torch.arange(12)[None]
 NAMES = ["q_proj", "down_proj"]

@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 
 from rl_core.rank_kit.weight_buckets import pack_buckets
-from rl_core.testing.models import character_tokenizer
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.receivers import installed_receivers
 from rl_rollout.vllm.engine_arguments import WORKER_EXTENSION
 from rl_rollout.vllm.served_engine import ServedEngine
+from rl_transformers.testing.models import character_tokenizer
 from tests.rollout.vllm.servers import weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

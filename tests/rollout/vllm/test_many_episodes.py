@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rl_core.testing.inference import make_bench
 from rl_rollout.transports.files import FilesTransport
+from rl_transformers.testing.inference import make_bench
 from tests.rollout.many_episodes import play_disturbed, require_exact_accounting
 from tests.rollout.vllm.servers import RunningServer, connect
 

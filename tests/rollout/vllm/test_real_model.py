@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_core.testing.bfloat16 import is_scored
-from rl_core.testing.parity import Measurement, write_down
-from rl_core.testing.ranks import RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_fsdp import FsdpOptions, fsdp
+from rl_transformers.testing.bfloat16 import is_scored
+from rl_transformers.testing.parity import Measurement, write_down
+from rl_transformers.testing.ranks import RankGroup
 from tests.real_model.conftest import Reference, reference
 from tests.real_model.real_text import plain_logprobs, real_batch
 from tests.real_model.test_backends import spec_of

@@ -18,13 +18,13 @@ import pytest
 
 from rl_core.batch import Batch
 from rl_core.interfaces import Completion, GenerateRequest
-from rl_core.testing.backend import PRELOADED
-from rl_core.testing.bfloat16 import Bfloat16Worker
-from rl_core.testing.parity import Measurement, write_down
-from rl_core.testing.ranks import RankGroup
-from rl_core.testing.reference_worker import ReferenceWorker
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
+from rl_transformers.testing.backend import PRELOADED
+from rl_transformers.testing.bfloat16 import Bfloat16Worker
+from rl_transformers.testing.parity import Measurement, write_down
+from rl_transformers.testing.ranks import RankGroup
+from rl_transformers.testing.reference_worker import ReferenceWorker
 from tests.rollout.vllm.servers import (
     RunningServer,
     connect,

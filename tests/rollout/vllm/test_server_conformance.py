@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import attrs
 import pytest
 
-from rl_core.testing.inference import Bench, InferenceClientConformance, make_bench
 from rl_rollout.transports.files import FilesTransport
+from rl_transformers.testing.inference import Bench, InferenceClientConformance, make_bench
 from tests.rollout.vllm.servers import RunningServer, connect, publish
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import ParamSpec, Self
 
 _P = ParamSpec("_P")
-_OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollout", "rl-environments", "rl-examples")
+_OWN_PACKAGES = tuple(
+    f"rl-{name}"
+    for name in ("core", "transformers", "fsdp", "deepspeed", "megatron", "rollout", "environments", "examples")
+)
 
 
 class RLError(Exception):

@@ -12,6 +12,7 @@ from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
 from rl_deepspeed.engine_config import require_free_keys
 from rl_deepspeed.options import DeepSpeedOptions, replay_key
+from rl_transformers.model_checks import require_fitting_model
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -42,6 +43,10 @@ class DeepSpeedBackend:
         _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config")
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
+
+    def check_model(self, spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
+        """See `ModelChecking`; imports torch."""
+        require_fitting_model(spec, longest=longest, num_sequences=num_sequences)
 
     def shares_prefixes(self, options: DeepSpeedOptions) -> bool:
         """See `PrefixSharing`."""

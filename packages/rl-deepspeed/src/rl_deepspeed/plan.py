@@ -16,11 +16,11 @@ from torch import nn
 from rl_core.interfaces import HeldKind, RankPlan, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.model_shapes import model_shape
-from rl_core.rank_kit.scoring.planned_memory import ActivationBytes, units_of
-from rl_core.rank_kit.scoring.token_scorer import Scorer, load_scorer
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_deepspeed.engine_config import engine_config
 from rl_deepspeed.options import asked_replay_key
+from rl_transformers.rank.planned_memory import ActivationBytes, units_of
+from rl_transformers.rank.token_scorer import Scorer, load_scorer
 
 _ALIGNMENT = 2
 """Stages 1 and 2 pad each rank's part to a multiple of this many elements (`nccl_start_alignment_factor`)."""

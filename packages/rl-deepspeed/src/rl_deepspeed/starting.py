@@ -12,15 +12,15 @@ from torch.optim import AdamW
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
-from rl_core.rank_kit.scoring.distributing import decoder_layers, receive, require_same_structure
-from rl_core.rank_kit.scoring.rank_mesh import RankMesh
-from rl_core.rank_kit.scoring.shards import Shards
-from rl_core.rank_kit.scoring.token_scorer import Scorer, TokenScorer
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_deepspeed.engine_config import engine_config
 from rl_deepspeed.fixes import choose_accelerator, expect_deprecated_calls, keep_plain_gloo
 from rl_deepspeed.partitions import EvenPartitions, FlatPartitions, WholeParameters
 from rl_deepspeed.zero_shards import ZeroShards
+from rl_transformers.rank.distributing import decoder_layers, receive, require_same_structure
+from rl_transformers.rank.rank_mesh import RankMesh
+from rl_transformers.rank.shards import Shards
+from rl_transformers.rank.token_scorer import Scorer, TokenScorer
 
 choose_accelerator()
 with warnings.catch_warnings():

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from rl_core.rank_kit.optimizer_steps import StepSettings
 from rl_core.rank_kit.perturbation import Piece
-from rl_core.rank_kit.scoring.flat_pieces import FlatPiece
-from rl_core.rank_kit.scoring.lora import adapter_tensors
-from rl_core.rank_kit.scoring.token_scorer import Scorer
-from rl_core.rank_kit.scoring.value_head import ValueScorer
-from rl_core.rank_kit.scoring.weights import checkpoint_tensors, exported_weights
 from rl_deepspeed.fixes import offloading_torch_adamw
 from rl_deepspeed.partitions import Partitions
+from rl_transformers.rank.flat_pieces import FlatPiece
+from rl_transformers.rank.lora import adapter_tensors
+from rl_transformers.rank.token_scorer import Scorer
+from rl_transformers.rank.value_head import ValueScorer
+from rl_transformers.rank.weights import checkpoint_tensors, exported_weights
 
 _STATES = {
     "parameters": (

@@ -11,6 +11,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import LossSpec, Plan, RankInfo, RankPlan, RehearsedPhase, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
 from rl_fsdp.options import FsdpOptions, replay_key
+from rl_transformers.model_checks import require_fitting_model
 
 if TYPE_CHECKING:
     from rl_core.batch import Batch
@@ -54,6 +55,10 @@ class FsdpBackend:
             _validate_fsdp1(spec, section)
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
+
+    def check_model(self, spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
+        """See `ModelChecking`; imports torch."""
+        require_fitting_model(spec, longest=longest, num_sequences=num_sequences)
 
     def shares_prefixes(self, options: FsdpOptions) -> bool:
         """See `PrefixSharing`."""

@@ -23,14 +23,14 @@ from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
 from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
-from rl_core.rank_kit.scoring.distributing import decoder_layers, receive, require_same_structure
-from rl_core.rank_kit.scoring.rank_mesh import RankMesh
-from rl_core.rank_kit.scoring.token_scorer import Scorer
-from rl_core.rank_kit.scoring.weights import checkpoint_tensors, trained_or_all
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.perturbation import trained_pieces
 from rl_fsdp.sharding import DTYPES, shard_mesh
 from rl_fsdp.shards import new_optimizer, scale_gradients, step_if_finite
+from rl_transformers.rank.distributing import decoder_layers, receive, require_same_structure
+from rl_transformers.rank.rank_mesh import RankMesh
+from rl_transformers.rank.token_scorer import Scorer
+from rl_transformers.rank.weights import checkpoint_tensors, trained_or_all
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."

@@ -22,11 +22,11 @@ from torch import nn
 from rl_core.interfaces import HeldKind, RankPlan, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.model_shapes import model_shape
-from rl_core.rank_kit.scoring.planned_memory import ActivationBytes, units_of
-from rl_core.rank_kit.scoring.token_scorer import Scorer, load_scorer
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_fsdp.options import FsdpOptions, asked_replay_key
 from rl_fsdp.sharding import DTYPES
+from rl_transformers.rank.planned_memory import ActivationBytes, units_of
+from rl_transformers.rank.token_scorer import Scorer, load_scorer
 
 _ALIGNMENT_BYTES = 16
 """Alignment of each parameter in FSDP1's flat tensor, with `use_orig_params` (torch, `FlatParamHandle`)."""

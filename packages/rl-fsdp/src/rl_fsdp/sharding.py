@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rl_core.interfaces import WorkerSpec
-from rl_core.rank_kit.scoring.distributing import decoder_layers, receive, require_same_structure
-from rl_core.rank_kit.scoring.rank_mesh import RankMesh
-from rl_core.rank_kit.scoring.token_scorer import Scorer
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.shards import TensorShards
+from rl_transformers.rank.distributing import decoder_layers, receive, require_same_structure
+from rl_transformers.rank.rank_mesh import RankMesh
+from rl_transformers.rank.token_scorer import Scorer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -15,12 +15,12 @@ from rl_core.interfaces import OptimizerConfig, WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
 from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
-from rl_core.rank_kit.scoring.lora import adapter_tensors
-from rl_core.rank_kit.scoring.rank_mesh import whole
-from rl_core.rank_kit.scoring.token_scorer import Scorer
-from rl_core.rank_kit.scoring.value_head import ValueScorer, head_tensors
-from rl_core.rank_kit.scoring.weights import checkpoint_tensors, exported_weights
 from rl_fsdp.perturbation import trained_pieces
+from rl_transformers.rank.lora import adapter_tensors
+from rl_transformers.rank.rank_mesh import whole
+from rl_transformers.rank.token_scorer import Scorer
+from rl_transformers.rank.value_head import ValueScorer, head_tensors
+from rl_transformers.rank.weights import checkpoint_tensors, exported_weights
 
 
 class TensorShards:

@@ -9,12 +9,12 @@ import torch
 from rl_core.interfaces import RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.process_group import own_device
-from rl_core.rank_kit.scoring.rank_mesh import RankMesh
-from rl_core.rank_kit.scoring.start import start_shards
-from rl_core.rank_kit.scoring.token_scorer import load_scorer
-from rl_core.rank_kit.scoring.worker import ScoringWorker
 from rl_fsdp.options import asked_replay_key, replay_key
 from rl_fsdp.shards import TensorShards
+from rl_transformers.rank.rank_mesh import RankMesh
+from rl_transformers.rank.start import start_shards
+from rl_transformers.rank.token_scorer import load_scorer
+from rl_transformers.rank.worker import ScoringWorker
 
 Generation = Literal["fsdp2", "fsdp1"]
 

@@ -13,12 +13,12 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
-from rl_core.rank_kit.model_proof import code_digest, require_proof, version_of
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
 from rl_megatron.checks.megatron_fields import require_bridge
 from rl_megatron.checks.refusals import refuse
 from rl_megatron.checks.training_checks import require_trainable
 from rl_megatron.options import MegatronOptions, mesh_of, one_rank_options, transformer_fields
+from rl_transformers.proof.model_proof import code_digest, require_proof, version_of
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -84,8 +84,12 @@ class MegatronBackend:
         self.validate(spec, rank.world_size)
         return MegatronWorker(spec, rank, prove=None if spec.is_proved else partial(_prove, self, spec))
 
+    def prove(self, spec: WorkerSpec) -> str | None:
+        """See `ModelProving`: compares a small copy of the model with transformers."""
+        return require_proof(self, spec)
+
     def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
-        """See `ModelProving`."""
+        """See `Provable`."""
         return {
             "options": attrs.asdict(one_rank_options(spec.options)),
             "versions": {name: version_of(name) for name in _LIBRARIES},
@@ -101,7 +105,7 @@ class MegatronBackend:
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. If Transformer Engine is installed, sequences are not packed, because the check uses
+        """See `Provable`. If Transformer Engine is installed, sequences are not packed, because the check uses
         Transformer Engine's attention, which cannot pack float32."""
         from rl_megatron.rank.worker import MegatronWorker
 
@@ -113,7 +117,7 @@ class MegatronBackend:
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
     """Checks that Megatron computes the model as transformers does. Raises ConfigError if the check fails or cannot
     run."""
-    if (reason := require_proof(backend, spec)) is not None:
+    if (reason := backend.prove(spec)) is not None:
         raise ConfigError(
             f"it is not proved that Megatron computes this model correctly: {reason}",
             key=f"{SECTIONS[spec.role]}.model.path",

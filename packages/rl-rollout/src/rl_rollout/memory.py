@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EngineSpec
-from rl_core.rank_kit.model_proof import config_at_hand
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape
+from rl_transformers.pretrained import config_at_hand
 
 BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MODEL = "trainer.policy.model.path"

@@ -291,6 +291,7 @@ def _log_to_stderr() -> None:
         "rl_deepspeed",
         "rl_megatron",
         "rl_rollout",
+        "rl_transformers",
         "rl_environments",
         "rl_examples",
     ):

@@ -16,7 +16,7 @@ from rl_core import config as configuration
 from rl_core.config import Config
 from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EnginePlan, RankPlan, Role
+from rl_core.interfaces import EnginePlan, ModelProving, RankPlan, Role
 from rl_core.layout.ranges import ranges
 from rl_core.rank_kit.worker_specs import SECTIONS
 
@@ -48,13 +48,12 @@ def show_plan(
             backend does not support planning, `context` is below the configured length, or the run does not fit.
         ConfigErrors: several values are invalid.
     """
-    from rl_core.rank_kit.model_proof import require_proof
-    from rl_core.trainer.before.planned_run import arranged_models, planned_engine, require_structures
+    from rl_core.trainer.before.planned_run import arranged_models, planned_engine, require_fitting_models
 
     config = loaded.config
     configuration.check_values(config)
     require_made_models(loaded)
-    require_structures(config)
+    require_fitting_models(config)
     contexts = _contexts(config, context)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     models, engine = arranged_models(config), planned_engine(config)
@@ -62,7 +61,7 @@ def show_plan(
     plans = [_Plan.of(config, models, engine, length, limits) for length in contexts]
     for planned in plans[0].models:
         model = models[planned.role]
-        left_to_prove = require_proof(model.backend, model.spec)
+        left_to_prove = model.backend.prove(model.spec) if isinstance(model.backend, ModelProving) else None
         console.print(_title(config, model, planned), soft_wrap=True)
         console.print(_ranks_table(planned.ranks))
         if left_to_prove is not None:

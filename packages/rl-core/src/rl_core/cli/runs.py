@@ -44,12 +44,10 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 def describe(loaded: configuration.Loaded) -> int:
     """Runs the checks that are possible before the start and describes the run (`--dry-run`). Returns the exit code."""
-    from rl_core.trainer.before.planned_run import require_structures
     from rl_core.trainer.before.preflight import preflight
     from rl_core.trainer.before.settings import update_settings
 
     left_to_prove = preflight(loaded)
-    require_structures(loaded.config)
     config = loaded.config
     trainer, generator = config.trainer, config.generator
     click.echo(

@@ -1,5 +1,5 @@
 """The maximum number of tokens of a sequence: the model's context, or the engine's if that is smaller. If the model is
-not a local directory, transformers is imported to look for the model's configuration in the local cache."""
+not a local directory, its configuration is looked for in the hub's cache."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Each contract is one class that authors inherit. What every plug-in must have is abstract; everything else has a
 default, and a flag where a run must know before it starts. The suites of `rl_core.testing` check the behaviour of a
 plug-in. Still separate Protocols are abilities of workers: `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`RouteReader`, `Inspectable`; of backends: `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`,
-`RouteFollowing`, `RouteRecording`; of trackers: `PhaseAware`.
+`RouteReader`, `Inspectable`; of backends: `ModelChecking`, `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`,
+`Rehearser`, `RouteFollowing`, `RouteRecording`; of trackers: `PhaseAware`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `EnginePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. An environment package implements
@@ -106,6 +106,7 @@ from rl_core.interfaces.training import (
     LoraConfig,
     LossSpec,
     Metrics,
+    ModelChecking,
     ModelConfig,
     ModelProving,
     Offloadable,
@@ -183,6 +184,7 @@ __all__ = [
     "OwnLosses",
     "PrefixSharing",
     "RouteRecording",
+    "ModelChecking",
     "ModelProving",
     "WeightBucket",
     "TensorRecord",

@@ -522,29 +522,32 @@ class Backend(Protocol):
 
 @runtime_checkable
 class ModelProving(Protocol):
-    """A backend that has its own model code. Before a rank loads, a small copy of each model runs in the backend and in
-    transformers, and the results are compared (`rl_core.rank_kit.require_proof`)."""
+    """A backend that has its own model code, and compares it with a reference before a rank loads a model."""
 
-    @property
-    def name(self) -> str: ...
+    def prove(self, spec: WorkerSpec) -> str | None:
+        """Proves that this backend computes the model correctly, unless this was proved before.
 
-    def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
-        """Plain data that identifies the backend's computation: options, versions of its libraries, its own code and
-        the kind of device, but neither the model nor transformers. A proof is valid as long as this data does not
-        change.
+        Returns:
+            None if the model is proved; else the reason why this machine cannot prove it now.
+
+        Raises:
+            ConfigError: the backend computes the model differently or cannot run it, or the proof failed.
         """
         ...
 
-    def proof_obstacle(self) -> str | None:
-        """Returns, as readable text, why the comparison cannot run on this machine; None if it can."""
-        ...
 
-    def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """Creates a single rank that is `Inspectable` and computes in the same way as ranks with these options. Called
-        in a separate process.
+@runtime_checkable
+class ModelChecking(Protocol):
+    """A backend that reads a model's configuration before the run, to refuse models that its ranks would refuse."""
+
+    def check_model(self, spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
+        """Raises ConfigError if the ranks would refuse the model, as far as its configuration shows this. Reads no
+        weights. A model that is not on this machine is not an error: recipes may create it after this call.
 
         Args:
-            spec: a small model in float32 with the run's options, including mesh sizes.
+            spec: the spec of one model of a run.
+            longest: largest number of tokens of a sequence.
+            num_sequences: 1 if every micro-batch has a single sequence; else 2.
         """
         ...
 

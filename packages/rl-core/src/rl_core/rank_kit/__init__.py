@@ -12,24 +12,17 @@
     state_writing      torch's writer of a state's files, with checksums, and the errors of a failed write
     background_writer  saving while training continues
     model_files        a model in Hugging Face format
-    kept_tensors       a checkpoint's tensors that are not trained, for the saved model
     model_shapes       a model's sizes, read from its `config.json`
     shipped_configs    configurations of public models that installed packages contain
     route_checks       whether a batch's routes fit the model that follows them
     route_layers       selecting the routes of the layers that a rank reads
-    expert_choices     recording and replaying the routes of transformers models
-    scoring            a package: a complete rank for Hugging Face models, for any kind of sharding
     device_copies      copies of a batch to the computing device
     row_moves          moving rows of a tensor to distinct places and back, with gradients that need no sums
     perturbation       temporary noise on the parameters
-    model_proof        proving that a backend with its own model code computes a model as transformers does
-    shrunken_models    a small version of a model's configuration
-    reference_models   a small transformers model with random weights, and its scores and gradients
-    proof_process      the process in which a backend is compared with transformers
 
 All ranks of a model call the same functions in the same order, because some of them are collective. Nothing here
 depends on the controller. A module is loaded when one of its names is first used; `worker_specs`, `learning_rates`,
-`optimizer_steps`, `model_shapes`, `shipped_configs`, `shrunken_models` and `model_proof` import no torch.
+`optimizer_steps`, `model_shapes` and `shipped_configs` import no torch.
 """
 
 from __future__ import annotations
@@ -40,21 +33,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.rank_kit.background_writer import BackgroundWriter
     from rl_core.rank_kit.device_copies import on_device
-    from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
     from rl_core.rank_kit.learning_rates import learning_rate, require_schedule
     from rl_core.rank_kit.model_files import (
         ADAPTER_FOLDER,
         HEAD_FILE,
-        read_generation,
         read_head,
         write_config,
         write_head,
-        write_tokenizer,
         write_weights,
         writing_model,
     )
-    from rl_core.rank_kit.model_proof import code_digest, config_at_hand, require_proof, version_of, written_config
-    from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, LatentAttention, ModelShape, model_shape, read_config
+    from rl_core.rank_kit.model_shapes import (
+        EXPERT_COUNTS,
+        LatentAttention,
+        ModelShape,
+        model_shape,
+        read_config,
+        written_config,
+    )
     from rl_core.rank_kit.objectives import (
         batch_loss,
         needs_entropies,
@@ -72,13 +68,11 @@ if TYPE_CHECKING:
         new_cpu_group,
         own_device,
     )
-    from rl_core.rank_kit.proof_process import Differences, ProofJob, compare
     from rl_core.rank_kit.publishing import Exporting, on_first, pack_on_first, publish
     from rl_core.rank_kit.route_checks import RouteShape, require_routes
     from rl_core.rank_kit.route_layers import routes_of
     from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
     from rl_core.rank_kit.shipped_configs import here_or_shipped, known_config, shipped_config
-    from rl_core.rank_kit.shrunken_models import shrunken
     from rl_core.rank_kit.state_files import STATE_LIST, require_complete_state, write_state_list
     from rl_core.rank_kit.state_writing import FileSystemWriter, reason_of, state_not_written
     from rl_core.rank_kit.weight_buckets import (
@@ -139,8 +133,6 @@ _MODULES = {
     "write_weights": "model_files",
     "writing_model": "model_files",
     "write_config": "model_files",
-    "write_tokenizer": "model_files",
-    "read_generation": "model_files",
     "write_head": "model_files",
     "read_head": "model_files",
     "ModelShape": "model_shapes",
@@ -151,20 +143,10 @@ _MODULES = {
     "here_or_shipped": "shipped_configs",
     "known_config": "shipped_configs",
     "shipped_config": "shipped_configs",
-    "require_proof": "model_proof",
-    "config_at_hand": "model_proof",
-    "written_config": "model_proof",
-    "version_of": "model_proof",
-    "code_digest": "model_proof",
-    "shrunken": "shrunken_models",
-    "compare": "proof_process",
-    "ProofJob": "proof_process",
-    "Differences": "proof_process",
+    "written_config": "model_shapes",
     "RouteShape": "route_checks",
     "require_routes": "route_checks",
     "routes_of": "route_layers",
-    "ExpertChoices": "expert_choices",
-    "no_progress_bars": "expert_choices",
     "on_device": "device_copies",
     "scatter_rows": "row_moves",
     "gather_rows": "row_moves",
@@ -216,8 +198,6 @@ __all__ = [
     "write_weights",
     "writing_model",
     "write_config",
-    "write_tokenizer",
-    "read_generation",
     "write_head",
     "read_head",
     "ModelShape",
@@ -225,23 +205,13 @@ __all__ = [
     "model_shape",
     "read_config",
     "EXPERT_COUNTS",
-    "require_proof",
-    "config_at_hand",
     "written_config",
-    "version_of",
-    "code_digest",
     "here_or_shipped",
     "known_config",
     "shipped_config",
-    "shrunken",
-    "compare",
-    "ProofJob",
-    "Differences",
     "RouteShape",
     "require_routes",
     "routes_of",
-    "ExpertChoices",
-    "no_progress_bars",
     "scatter_rows",
     "on_device",
     "gather_rows",

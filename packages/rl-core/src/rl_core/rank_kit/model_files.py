@@ -1,7 +1,5 @@
 """The files of a model in Hugging Face format: weights (written file by file, with only one file's tensors in memory),
-configuration, tokenizer, and a critic's head.
-
-transformers is imported inside functions, because rl_core does not depend on it.
+configuration, and a critic's head.
 """
 
 from __future__ import annotations
@@ -107,16 +105,6 @@ def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation
     file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def read_generation(model: str) -> Any:
-    """Returns transformers' GenerationConfig of `model` (a directory or name); None if it has none."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except OSError:  # there is no such file
-        return None
-
-
 def require_all_weights(missing: Collection[str], what: str) -> None:
     """Requires that a model's files have every weight: transformers fills in random values for missing weights.
 
@@ -132,30 +120,6 @@ def require_all_weights(missing: Collection[str], what: str) -> None:
             f"{what} has no weights for {len(missing)} parameters of the model, for example {min(missing)}; expected a "
             "complete model"
         )
-
-
-def write_tokenizer(model: str, directory: Path) -> None:
-    """Writes the tokenizer of `model` (a directory or name).
-
-    Raises:
-        ConfigError: the model has no tokenizer, or it cannot be loaded.
-        OSError: the tokenizer cannot be written.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{model}: its tokenizer, which is saved with the model, cannot be loaded: {error}"
-        ) from error
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # The tokenizers library raises a plain Exception if it cannot write.
-        raise OSError(str(error)) from error
 
 
 def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:

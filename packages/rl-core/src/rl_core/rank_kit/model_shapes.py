@@ -156,6 +156,22 @@ def read_config(path: str | None) -> dict[str, Any] | None:
     return fields
 
 
+def written_config(path: str) -> dict[str, Any] | None:
+    """`config.json` of a local directory or of a model in the hub's cache; None if there is none on this machine.
+    Raises ConfigError if the file cannot be read."""
+    if (local := read_config(path)) is not None or Path(path).exists():
+        return local
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # without it, nothing here has downloaded a model
+        return None
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # not a name on the hub
+        return None
+    return read_config(str(Path(cached).parent)) if isinstance(cached, str) else None
+
+
 def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
     """The shape of the model that a `config.json` describes.
 

@@ -73,8 +73,8 @@ def new_cpu_group() -> dist.ProcessGroup:
 
 
 def _runs_alone() -> bool:
-    """Whether there is no process group, or this is a rehearsal (`scoring/rehearsal.py`) of one rank without the
-    others."""
+    """Whether there is no process group, or this is a rehearsal of one rank without the others
+    (`rl_transformers.rank.rehearsal`)."""
     return not dist.is_initialized() or dist.get_backend() == "fake"
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core import plugins
-from rl_core.rank_kit.model_proof import written_config
-from rl_core.rank_kit.model_shapes import read_config
+from rl_core.rank_kit.model_shapes import read_config, written_config
 
 GROUP = "rl_core.model_configs"
 

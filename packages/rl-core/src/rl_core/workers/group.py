@@ -30,6 +30,7 @@ from rl_core.interfaces import (
     LossSpec,
     Manifest,
     Metrics,
+    ModelProving,
     OptimizerStep,
     OptimizerUpdate,
     Perturbable,
@@ -40,7 +41,6 @@ from rl_core.interfaces import (
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import plan_micro_batches, require_within_budget
 from rl_core.layout.prefixes import families, prefix_forest
-from rl_core.rank_kit.model_proof import require_proof
 from rl_core.rank_kit.weight_buckets import merge_manifests
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.inline import InlineRank
@@ -118,7 +118,8 @@ class WorkerGroup:
         backend.validate(spec, world_size)
         # In a run, the checks before the start have already proved the model. If this machine cannot run the proof,
         # rank 0 runs it.
-        spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
+        if isinstance(backend, ModelProving):
+            spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(backend.prove, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
         devices, beside = SharedDevices(), None

@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Concatenate, Self
 
-import torch
-
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError, raised_at
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
@@ -91,8 +89,7 @@ class InlineRank:
         **kwargs: P.kwargs,
     ) -> list[R | None]:
         """See `Ranks.call_on_parts`."""
-        (part,) = parts
-        return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
+        return [*await self.call(method, *parts[0].of(batch), *args, **kwargs)]
 
     async def close(self) -> None:
         """Closes the worker and ends its thread. A worker that missed a deadline is still busy, and is left as it is:

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
 import numpy as np
+import torch
 
 from rl_core import plugins
 from rl_core.batch import Batch
@@ -45,6 +46,10 @@ class Part:
     be empty)."""
     plan: Plan
     """Micro-batches as indices into `sent`."""
+
+    def of(self, batch: Batch) -> tuple[Batch, Plan]:
+        """The sequences of the whole batch that are sent, and their plan."""
+        return batch.select(torch.from_numpy(self.sent)), self.plan
 
 
 @attrs.frozen(kw_only=True)

@@ -11,8 +11,10 @@ from typing import Any
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.rank_kit.model_proof import REMEDY, config_at_hand, written_config
+from rl_core.rank_kit.model_shapes import written_config
 from rl_core.rank_kit.shipped_configs import here_or_shipped
+from rl_transformers.pretrained import config_at_hand
+from rl_transformers.proof.model_proof import REMEDY
 
 _NOT_BUILT = (
     "gemma3",

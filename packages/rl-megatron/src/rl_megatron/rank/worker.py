@@ -27,17 +27,8 @@ from rl_core.interfaces import (
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.kept_ids import kept_ids
-from rl_core.rank_kit.kept_tensors import copy_processors, with_rest
 from rl_core.rank_kit.learning_rates import learning_rate
-from rl_core.rank_kit.model_files import (
-    ADAPTER_FOLDER,
-    read_generation,
-    write_config,
-    write_head,
-    write_tokenizer,
-    write_weights,
-    writing_model,
-)
+from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_weights, writing_model
 from rl_core.rank_kit.objectives import (
     batch_loss,
     needs_entropies,
@@ -67,6 +58,8 @@ from rl_megatron.rank.schedule import run_schedule
 from rl_megatron.rank.shard_marks import mark_shards
 from rl_megatron.rank.start import join, leave
 from rl_megatron.routes.routing import Routing
+from rl_transformers.kept_tensors import copy_processors, with_rest
+from rl_transformers.pretrained import read_generation, write_tokenizer
 
 
 class MegatronWorker:

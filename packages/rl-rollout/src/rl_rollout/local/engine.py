@@ -33,12 +33,12 @@ from rl_core.interfaces import (
     PauseMode,
     Rendezvous,
 )
-from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_core.rank_kit.weight_deltas import HeldWeights
 from rl_rollout.local.model import StagedWeights, eos_tokens, stage
 from rl_rollout.local.rows import Ended, Sample
 from rl_rollout.local.scheduler import Scheduler
 from rl_rollout.local.stop_strings import StopStringWatch
+from rl_transformers.expert_choices import ExpertChoices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

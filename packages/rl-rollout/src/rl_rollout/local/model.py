@@ -15,11 +15,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
-from rl_core.rank_kit.expert_choices import no_progress_bars
 from rl_core.rank_kit.model_files import require_all_weights
-from rl_core.rank_kit.scoring.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
 from rl_core.rank_kit.weight_buckets import broken_weights_file, bucket_records, unpack_bucket
 from rl_core.rank_kit.weight_deltas import HeldWeights, received
+from rl_transformers.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
+from rl_transformers.pretrained import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,11 +18,11 @@ from transformers import DynamicCache
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Completion, KeptTokens, SamplingParams, StopReason
-from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.cache import RowCache, rows_without
 from rl_rollout.local.model import token_logprobs
 from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
 from rl_rollout.local.stop_strings import StopStringWatch
+from rl_transformers.expert_choices import ExpertChoices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rl_core.interfaces import Completion, PauseMode
-from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.model import StagedWeights, load_weights, require_complete
 from rl_rollout.local.rows import Ended, Rows, Sample
+from rl_transformers.expert_choices import ExpertChoices
 
 _JOIN_FRACTION = 8
 """Waiting samples join the running samples only when 1/8 of the rows are free, or when enough rows are free for all

@@ -10,12 +10,17 @@ import attrs
 from rl_core.config import Config, engine_spec, needs_engine
 from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, EnginePlan, ModelProving, Planner, Role, WorkerSpec
+from rl_core.interfaces import (
+    Backend,
+    EnginePlan,
+    ModelChecking,
+    Planner,
+    Role,
+    WorkerSpec,
+)
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
-from rl_core.rank_kit.model_proof import config_at_hand
 from rl_core.rank_kit.shipped_configs import here_or_shipped
-from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.before.memory_plan import ModelOnRanks
 from rl_core.trainer.before.settings import model_shapes, worker_spec
 
@@ -65,19 +70,22 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
     )
 
 
-def require_structures(config: Config) -> None:
-    """Raises ConfigError if the ranks would refuse a model that transformers' code computes, as far as its structure
-    shows this (see `require_structure`). Skips models that are not on this machine, and backends that cannot plan or
-    have own model code."""
+def require_fitting_models(config: Config) -> None:
+    """Raises ConfigError if the ranks would refuse a model, as far as its backend can tell before the start
+    (`ModelChecking`)."""
     for role in model_shapes(config):
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
-        if spec.model.path is None or not isinstance(backend, Planner) or isinstance(backend, ModelProving):
-            continue
-        model_config = config_at_hand(spec.model.path, f"{SECTIONS[role]}.model.path")
-        if model_config is not None:
-            from rl_core.rank_kit.scoring.token_scorer import require_structure
+        require_fitting_model(config, backend, spec)
 
-            require_structure(spec, model_config)
+
+def require_fitting_model(config: Config, backend: Backend, spec: WorkerSpec) -> None:
+    """Like `require_fitting_models`, for one model."""
+    trainer = config.trainer
+    is_alone = trainer.max_tokens_per_microbatch <= 0 and (
+        trainer.micro_train_batch_size_per_gpu == trainer.micro_forward_batch_size_per_gpu == 1
+    )
+    if isinstance(backend, ModelChecking):
+        backend.check_model(spec, longest=longest_sequence(config), num_sequences=1 if is_alone else 2)
 
 
 def planned_engine(config: Config) -> EnginePlan | None:

@@ -34,14 +34,14 @@ from rl_core.interfaces import (
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
-from rl_core.rank_kit.model_proof import config_at_hand, require_proof, written_config
+from rl_core.rank_kit.model_shapes import written_config
 from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.stored_files import is_found
 from rl_core.trainer.before.conversation_proof import require_proved
 from rl_core.trainer.before.data import is_at_hand
 from rl_core.trainer.before.environment_checks import configured_rows, gather_unplayable
-from rl_core.trainer.before.planned_run import longest_sequence
+from rl_core.trainer.before.planned_run import longest_sequence, require_fitting_model
 from rl_core.trainer.before.prompt_lengths import fitting_rows
 from rl_core.trainer.before.settings import model_shapes, num_steps, update_settings, worker_spec
 from rl_core.trainer.before.streaming import made_up_batch, require_streamable
@@ -115,7 +115,7 @@ class NoSampler(Sampler):
 
 def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
     """Makes all checks of a training run that are possible before the start. Writes nothing but the record of a
-    successful comparison with transformers (`require_proof`).
+    successful comparison with transformers (`ModelProving.prove`).
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
@@ -508,34 +508,7 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
         backend.validate(spec, nodes * per_node)
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
-        if not isinstance(backend, ModelProving):  # a backend's own model code is proved instead
-            _require_fitting_model(config, role, spec.model.path)
-
-
-def _require_fitting_model(config: Config, role: Role, path: str | None) -> None:
-    """If transformers' code computes the model, requires that the longest sequence does not change the rotary
-    frequencies of other sequences, and that a trained policy can be saved as a whole."""
-    key = f"{SECTIONS[role]}.model.path"
-    try:
-        model_config = None if path is None else config_at_hand(path, key)
-    except ConfigError:  # a model of the backend's own kind; a backend that needs transformers refuses it
-        return
-    if model_config is None or path is None:
-        return
-    if role == "policy":
-        from rl_core.rank_kit.kept_tensors import require_whole_export
-
-        require_whole_export(model_config, path, key)
-    from rl_core.rank_kit.scoring.micro_batch import require_own_frequencies
-
-    trainer = config.trainer
-    is_alone = trainer.max_tokens_per_microbatch <= 0 and (
-        trainer.micro_train_batch_size_per_gpu == trainer.micro_forward_batch_size_per_gpu == 1
-    )
-    try:
-        require_own_frequencies(model_config.get_text_config(), longest_sequence(config), 1 if is_alone else 2)
-    except ConfigError as error:
-        raise ConfigError(str(error), key=key) from error
+        require_fitting_model(config, backend, spec)
 
 
 def _require_ray(config: Config, roles: Sequence[Role]) -> None:
@@ -554,13 +527,13 @@ def _require_ray(config: Config, roles: Sequence[Role]) -> None:
 
 
 def _prove_models(config: Config) -> tuple[str, ...]:
-    """Proves that the backend computes each model as transformers does. Returns one sentence, with the reason, for each
-    model that can be proved only when the run starts."""
+    """Proves that the backend computes each model correctly, if it has its own model code. Returns one sentence, with
+    the reason, for each model that can be proved only when the run starts."""
     mistakes, left = Mistakes(), []
     for role in model_shapes(config):
         backend, spec = worker_spec(config, role, num_training_steps=None)
         with mistakes.gathered():
-            if (reason := require_proof(backend, spec)) is not None:
+            if isinstance(backend, ModelProving) and (reason := backend.prove(spec)) is not None:
                 where = f"{SECTIONS[role]}.model.path"
                 left.append(f"{where}: the model will be compared with transformers at the start ({reason})")
     mistakes.raise_found()
