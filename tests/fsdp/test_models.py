@@ -132,6 +132,8 @@ def test_a_model_with_a_vision_part_is_trained_on_text(packing: bool, tmp_path: 
         ("stablelm", {}, {}),
         ("modernbert-decoder", {}, {"use_sample_packing": False}),
         ("recurrent_gemma", {}, {"use_sample_packing": False}),
+        ("llama4_text", {"num_local_experts": 2, "num_experts_per_tok": 1}, {"use_sample_packing": False}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, {}),
         ("qwen3", {}, {"lora": LoraConfig(rank=2, target_modules=("qproj",))}),
         ("qwen3", {}, {"lora": LoraConfig(rank=2, target_modules=("q_proj",))}),
     ],
@@ -235,6 +237,15 @@ def test_a_model_whose_base_model_attribute_is_the_whole_model_is_refused(tmp_pa
     path = random_model(tmp_path, "llama4_text", num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(ConfigError, match=r"cannot run with the inputs of training .* this backend cannot train it"):
         fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
+
+
+def test_a_model_whose_own_code_cannot_run_is_refused(tmp_path: Path):
+    """Latent attention has no groups of heads, but DeepSeek's configuration can have them."""
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    path = random_model(tmp_path, "deepseek_v3", **sizes, **experts, num_experts_per_tok=2, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match=r"cannot run with the inputs of training \(The size of tensor a"):
+        fsdp.create_worker(spec_of(path), RankInfo())
 
 
 def test_sequences_that_would_change_the_frequencies_of_others_are_refused(tmp_path: Path):

@@ -212,18 +212,18 @@ def require_structure(spec: WorkerSpec, config: PretrainedConfig) -> None:
 def _require_right_code(spec: WorkerSpec, config: PretrainedConfig, where: str) -> None:
     """Makes the checks of results on a small copy of the model, in float32, where the limit is a hundredth of
     bfloat16's."""
-    small = _small_copy(config, where)
+    is_critic = spec.role == "critic"
+    small = _small_copy(config, where, AutoModel if is_critic else AutoModelForCausalLM)
     if small is None:
         return
-    if spec.role == "critic":
-        states: Any = small.base_model
-        _require_same_states(states, spec, torch.float32, where)
+    if is_critic:
+        _require_same_states(small, spec, torch.float32, where)
     else:
         scorer = TokenScorer(small, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=torch.float32)
         _require_same_scores(scorer, spec, where)
 
 
-def _small_copy(config: PretrainedConfig, where: str) -> PreTrainedModel | None:
+def _small_copy(config: PretrainedConfig, where: str, auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel | None:
     """A small model of the same kind with random weights, on the CPU; of several models, the text model. None if
     `shrunken` does not know its sizes, or if it cannot run."""
     text = config.get_text_config()
@@ -232,6 +232,11 @@ def _small_copy(config: PretrainedConfig, where: str) -> PreTrainedModel | None:
     try:
         small = shrunken(fields, where)
         model = random_model(small | {own: small[name] for name, own in own_names.items() if name in small}, where)
+        if auto_class is AutoModel:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+                model = AutoModel.from_config(model.config, **plainly).eval()
         generator = torch.Generator().manual_seed(0)
         for name, weight in model.named_parameters():  # each layer has an effect, wherever the model has norms
             if weight.dim() > 1:
@@ -360,7 +365,9 @@ def _require_agreement(
             found = as_trained(inputs)
         except ConfigError as error:
             raise ConfigError(str(error), key=f"{where}.model.path") from error
-        except (AttributeError, TypeError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{name} cannot run with the inputs of training ({error}); {remedy}", key=f"{where}.model.path"
             ) from error
