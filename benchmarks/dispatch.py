@@ -31,24 +31,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 from rl_core.batch import Batch
-from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
+from rl_core.interfaces import Backend, ModelConfig, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.ray_ranks import _put
 
 
-class NothingWorker:
+class NothingWorker(Worker):
     """Receives a part of the batch and returns its number of tokens."""
 
     def receive(self, batch: Batch, plan: Sequence[Sequence[int]]) -> int:
         return batch.num_tokens
 
-    def close(self) -> None:
-        pass
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("there is no model")
+
+    forward_backward = optim_step = export_weights = save_state = load_state = save_model = forward
 
 
 @attrs.frozen
-class NothingBackend:
+class NothingBackend(Backend):
     """A backend without a model; the `tensor` ranks of a replica receive the same part."""
 
     tensor: int

@@ -34,7 +34,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 from ray.cluster_utils import Cluster
 
 from rl_core.batch import Batch
-from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
+from rl_core.interfaces import Backend, ModelConfig, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import pipeline_chunks
 from rl_core.rank_kit import RouteShape, require_routes
@@ -53,7 +53,7 @@ class Checked:
     check_s: float
 
 
-class CheckingWorker:
+class CheckingWorker(Worker):
     """A pipeline stage's rank: stores its part of the batch and checks the routes in it."""
 
     def __init__(self, rank: RankInfo, num_layers: int):
@@ -84,12 +84,14 @@ class CheckingWorker:
         node = ray.get_runtime_context().get_node_id()
         return Checked(node=node, num_bytes=self._part["routed_experts"].nbytes, check_s=check_s)
 
-    def close(self) -> None:
-        pass
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("there is no model")
+
+    forward_backward = optim_step = export_weights = save_state = load_state = save_model = forward
 
 
 @attrs.frozen
-class CheckingBackend:
+class CheckingBackend(Backend):
     """A backend without a model; its ranks expect routes for `num_layers` layers."""
 
     num_layers: int

@@ -30,6 +30,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: 
 
 BACKEND = """
 import attrs
+from rl_core import interfaces
 from rl_core.errors import ConfigError
 from rl_core.layout.mesh import Mesh
 
@@ -50,7 +51,7 @@ class Nested:
     dtype: str | None = None
 
 
-class Backend:
+class Backend(interfaces.Backend):
     name = "{name}"
     config_section = "{name}_config"
     options_class = Options

@@ -11,7 +11,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import Callback, Recipe
 
 
-class Backend:
+class Backend(interfaces.Backend):
     """A `Backend` that trains nothing."""
 
     name = "idle"
@@ -29,6 +29,31 @@ class Backend:
 
     def create_worker(self, spec, rank):
         raise AssertionError("an idle plug-in must not train")
+
+
+class Worker(interfaces.Worker):
+    """A `Worker` without a model."""
+
+    def forward(self, batch, plan, *, temperature, returns=None):
+        raise AssertionError("an idle plug-in must not train")
+
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        raise AssertionError("an idle plug-in must not train")
+
+    def optim_step(self, update=None):
+        raise AssertionError("an idle plug-in must not train")
+
+    def export_weights(self, max_bucket_bytes):
+        raise AssertionError("an idle plug-in must not send weights")
+
+    def save_state(self, directory):
+        raise AssertionError("an idle plug-in must not save")
+
+    def load_state(self, directory):
+        raise AssertionError("an idle plug-in must not load")
+
+    def save_model(self, directory):
+        raise AssertionError("an idle plug-in must not save")
 
 
 @attrs.frozen
@@ -101,7 +126,7 @@ class Environment(interfaces.Environment):
         raise AssertionError("an idle plug-in must not play episodes")
 
 
-class Tracker:
+class Tracker(interfaces.Tracker):
     def __init__(self, config, run_dir, *, total_steps, first_step):
         pass
 
@@ -115,10 +140,6 @@ class Tracker:
 class Event(Callback):
     def on_step_end(self, step, metrics):
         pass
-
-
-def make_tracker(config, run_dir, *, total_steps, first_step) -> Tracker:
-    return Tracker(config, run_dir, total_steps=total_steps, first_step=first_step)
 
 
 def loss(logprobs_T, advantages_T, mask_T) -> TokenLoss:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import Backend, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_transformers.proof.model_proof import require_proof
@@ -32,7 +32,7 @@ class NoOptions:
 
 
 @attrs.frozen(kw_only=True)
-class PlainBackend:
+class PlainBackend(Backend):
     """A backend around a worker class."""
 
     worker_class: Callable[[WorkerSpec, RankInfo], Worker]
@@ -124,7 +124,7 @@ class PlainWorker(ReferenceWorker):
 
 @attrs.frozen(kw_only=True)
 class ProvingBackend(PlainBackend):
-    """A `ModelProving` backend: it claims to have its own model code, so the suite compares it with transformers."""
+    """Claims to have its own model code, so the suite compares it with transformers."""
 
     def prove(self, spec: WorkerSpec) -> str | None:
         return require_proof(self, spec)
@@ -206,6 +206,8 @@ class RoutedWorker(PlainWorker):
 
 class OffloadableWorker(PlainWorker):
     """Moves offloaded tensors into `elsewhere`."""
+
+    can_offload = True
 
     def __init__(self, spec, rank):
         super().__init__(spec, rank)

@@ -355,6 +355,8 @@ def unknown_as_known(batch: Batch) -> Batch:
 class KeepsItsNoise(PlainWorker):
     """Removes its noise by subtracting it, which leaves rounding errors."""
 
+    can_perturb = True
+
     def perturb(self, seed, scale):
         self.seed = seed
         self.add(1.0)

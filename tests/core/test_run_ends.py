@@ -12,14 +12,14 @@ import pytest
 
 from rl_core.config import from_mapping
 from rl_core.errors import PluginError, WorkerError
-from rl_core.interfaces import Callback, Generator
+from rl_core.interfaces import Callback, Generator, Tracker
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.loop.interrupts import Interrupts
 from rl_core.trainer.update.models import Models
 
 
-class OpenTracker:
+class OpenTracker(Tracker):
     """Records whether it was closed."""
 
     are_open: ClassVar[list[OpenTracker]] = []

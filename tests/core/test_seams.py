@@ -11,8 +11,8 @@ import pytest
 
 from rl_core import plugins
 from rl_core.errors import PluginError
-from rl_core.interfaces import Callback, Environment
-from rl_core.seams import SEAMS
+from rl_core.interfaces import Backend, Callback, Environment, Tracker
+from rl_core.seams import RECEIVER, SEAMS
 from rl_core.testing.reference_transport import MemoryReceiver
 from tests.core import idle_plugins
 
@@ -27,7 +27,7 @@ RIGHT = {
     "rl_core.environments": ["Environment"],
     "rl_core.advantage_estimators": ["advantages"],
     "rl_core.policy_losses": ["loss"],
-    "rl_core.trackers": ["Tracker", "make_tracker"],
+    "rl_core.trackers": ["Tracker"],
     "rl_core.callbacks": ["Event"],
     "rl_core.recipes": ["recipe"],
 }
@@ -100,12 +100,37 @@ class MeshIsANumber(idle_plugins.Backend):
     mesh = 3
 
 
+class SectionlessBackend(Backend):
+    name = "sectionless"
+    options_class = dict
+    mesh = idle_plugins.Backend.mesh
+    validate = idle_plugins.Backend.validate
+    needs_own_process = idle_plugins.Backend.needs_own_process
+    create_worker = idle_plugins.Backend.create_worker
+
+
+class SecretPlanner(idle_plugins.Backend):
+    def plan(self, spec, world_size, *, micro_batch_tokens, num_micro_batches): ...
+
+
+class BoastfulBackend(idle_plugins.Backend):
+    can_rehearse = True
+
+
 class OpensByPosition(idle_plugins.Transport):
     def open(self, num_ranks, engines): ...
 
 
 class ForgetsTheFirstStep(idle_plugins.Tracker):
     def __init__(self, config, run_dir, *, total_steps): ...
+
+
+class LogsNothing(Tracker):
+    pass
+
+
+class NoTracker:
+    def log(self, step, metrics): ...
 
 
 class WantsArguments(Callback):
@@ -137,9 +162,22 @@ lookalike, async_generator = AnswersToEveryName(), AsyncGenerator()
 wrong_environment = idle_plugins.Environment({}, {})
 nameless_backend, one_rank_backend = NamelessBackend(), BackendThatCreatesForOne()
 async_backend, number_backend = BackendWhoseMeshIsAsync(), MeshIsANumber()
+sectionless_backend, secret_planner, boastful_backend = SectionlessBackend(), SecretPlanner(), BoastfulBackend()
 opens_by_position = OpensByPosition()
 WRONG = [
-    ("rl_core.backends", "math:sqrt", "the function sqrt has no name, config_section, options_class, mesh and 3 more"),
+    (
+        "rl_core.backends",
+        "math:sqrt",
+        "the function sqrt does not inherit rl_core.interfaces.Backend",
+    ),
+    (
+        "rl_core.backends",
+        f"{IDLE}:transport",
+        "type Transport does not inherit rl_core.interfaces.Backend",
+    ),
+    ("rl_core.backends", f"{HERE}:sectionless_backend", "an object of type SectionlessBackend has no config_section"),
+    ("rl_core.backends", f"{HERE}:secret_planner", "it defines plan, but its can_plan is false"),
+    ("rl_core.backends", f"{HERE}:boastful_backend", "its can_rehearse is true, but it does not define rehearse"),
     ("rl_core.backends", f"{IDLE}:Backend", "it is the class Backend, not an instance of it"),
     ("rl_core.backends", f"{HERE}:nameless_backend", "its name is None, expected str"),
     (
@@ -148,7 +186,11 @@ WRONG = [
         "(spec) cannot be called as create_worker(spec, rank)",
     ),
     ("rl_core.backends", f"{HERE}:async_backend", "mesh is `async`, but it is called without `await`"),
-    ("rl_core.backends", f"{HERE}:lookalike", "its name is <object object at "),
+    (
+        "rl_core.backends",
+        f"{HERE}:lookalike",
+        "an object of type AnswersToEveryName does not inherit",
+    ),
     ("rl_core.environments", f"{HERE}:lookalike", "it is an object of type AnswersToEveryName"),
     ("rl_core.environments", f"{HERE}:AbstractEnvironment", "the class AbstractEnvironment has no judge"),
     ("rl_core.backends", f"{HERE}:number_backend", "its mesh is 3, expected a method"),
@@ -172,11 +214,17 @@ WRONG = [
     ("rl_core.environments", f"{HERE}:OnlyResets", "the class OnlyResets has no step"),
     ("rl_core.environments", f"{HERE}:HidesItsTools", "it defines tools, but its offers_tools is false"),
     ("rl_core.environments", f"{HERE}:HidesItsGrammar", "set forces_responses = True"),
-    ("rl_core.trackers", "math:sqrt", "cannot be called as sqrt(config, run_dir, total_steps=…, first_step=…)"),
+    ("rl_core.trackers", "math:sqrt", "it is the function sqrt"),
+    ("rl_core.trackers", f"{HERE}:NoTracker", "the class NoTracker does not inherit rl_core.interfaces.Tracker"),
+    ("rl_core.trackers", f"{HERE}:LogsNothing", "the class LogsNothing has no log"),
     ("rl_core.trackers", f"{HERE}:ForgetsTheFirstStep", "got an unexpected keyword argument 'first_step'"),
     ("rl_core.callbacks", "math:sqrt", "it is the function sqrt"),
-    ("rl_core.callbacks", f"{HERE}:NoCallback", "it is the class NoCallback"),
-    ("rl_core.callbacks", f"{HERE}:WantsArguments", "WantsArguments cannot be created without arguments: missing"),
+    ("rl_core.callbacks", f"{HERE}:NoCallback", "the class NoCallback does not inherit rl_core.interfaces.Callback"),
+    (
+        "rl_core.callbacks",
+        f"{HERE}:WantsArguments",
+        "(folder) cannot be called as WantsArguments(): missing",
+    ),
     ("rl_core.callbacks", f"{HERE}:HearsNoMetrics", "on_step_end(step) cannot be called as on_step_end(step, metrics)"),
     ("rl_core.policy_losses", "math:sqrt", "sqrt: parameter x cannot be passed by name"),
     ("rl_core.policy_losses", "builtins:max", "the parameters of the function max cannot be inspected"),
@@ -248,12 +296,12 @@ async def test_an_environment_that_inherits_nothing_gets_the_defaults_of_the_con
 
 @pytest.mark.parametrize("made", [Any, object, "Any"])
 def test_a_factory_without_a_declared_return_type_is_accepted(made: Any):
-    def factory(config: Any, run_dir: Any, *, total_steps: int, first_step: int) -> Any: ...
+    def factory(rendezvous: Any) -> Any: ...
 
     factory.__annotations__["return"] = made
-    assert SEAMS["rl_core.trackers"].problem(factory) is None
+    assert RECEIVER.problem(factory) is None
     factory.__annotations__["return"] = int
-    assert "the class int has no log" in str(SEAMS["rl_core.trackers"].problem(factory))
+    assert "the class int has no receive" in str(RECEIVER.problem(factory))
 
 
 @pytest.mark.parametrize("path", ["math:pi", "os:getcwd", f"{HERE}:StepsWithoutAction.step", "nowhere:at_all"])

@@ -15,7 +15,7 @@ from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
 from rl_core.trainer.before.settings import update_settings
 from rl_core.trainer.before.streaming import difference_alone, require_streamable
-from rl_fsdp import fsdp
+from rl_fsdp.backend import FsdpBackend
 
 ALGORITHM = "trainer.algorithm"
 STREAMED = {
@@ -31,12 +31,8 @@ STREAMED = {
 GAE = {f"{ALGORITHM}.advantage_estimator": "gae"}
 
 
-@attrs.frozen
-class WithOwnLosses:
+class WithOwnLosses(FsdpBackend):
     """A backend with its own losses."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(fsdp, name)
 
     def has_own_losses(self, options: Any) -> bool:
         return True

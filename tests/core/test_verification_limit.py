@@ -37,6 +37,7 @@ class Sides:
     """A trainer with two tensors and its engine. Noise on a tensor raises or lowers each log-prob by 8 times the scale
     of the noise. The engine rounds differently."""
 
+    can_perturb = True
     vocab_size = 50
 
     def __init__(self, mean_logprob: float, stale: str | None = None, sampled_differently: float = 0.0):
@@ -45,9 +46,6 @@ class Sides:
         self.stale = stale
         self.trained = {"embedding": 0.0, "norm": 0.0}
         self.served = dict(self.trained)
-
-    async def is_perturbable(self) -> bool:
-        return True
 
     async def perturb(self, seed: int, scale: float) -> None:
         self.trained = dict.fromkeys(self.trained, 8 * scale)
@@ -132,8 +130,7 @@ async def test_an_engine_that_samples_other_log_probs_than_it_scores_is_refused_
 
 
 class Unperturbable(Sides):
-    async def is_perturbable(self) -> bool:
-        return False
+    can_perturb = False
 
 
 async def test_sampling_is_proved_for_arguments_of_the_engine_even_if_weights_cannot_be_perturbed():

@@ -14,12 +14,13 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, DeadlineError, ForeignCodeError, PluginError, WorkerError
-from rl_core.interfaces import LossSpec, ModelConfig, RankInfo, WorkerSpec
+from rl_core.interfaces import Backend, LossSpec, ModelConfig, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from tests.core.idle_plugins import Worker
 
 
-class RecordedWorker:
+class RecordedWorker(Worker):
     """Returns the tokens as log-probs, or fails as `fault` says."""
 
     def __init__(self, fault: str = ""):
@@ -63,7 +64,7 @@ class RecordedWorker:
 
 
 @attrs.frozen
-class RecordedBackend:
+class RecordedBackend(Backend):
     """A backend that always returns the same worker."""
 
     worker: RecordedWorker

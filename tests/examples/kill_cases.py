@@ -230,7 +230,7 @@ def build(small_run: BuildConfig, case: Case, run_dir: Path) -> Config:
         "trainer__max_failure_rate": 1.0,
         "trainer__worker_timeout_s": 120,
         "trainer__callbacks": [f"{PLUGINS}:BeforeLastExport"],
-        "trainer__logger": ["console", f"{PLUGINS}:phase_tracker"],
+        "trainer__logger": ["console", f"{PLUGINS}:PhaseTracker"],
         "generator__n_samples_per_prompt": SAMPLES,
         "generator__type": f"{PLUGINS}:noting_generator",
         "environment__env_class": f"{PLUGINS}:LowDigit",

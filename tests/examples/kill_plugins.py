@@ -26,6 +26,7 @@ from rl_core.interfaces import (
     GroupRequest,
     Sampler,
     StepResult,
+    Tracker,
     Trajectory,
 )
 from rl_examples.arithmetic import ArithmeticEnvironment
@@ -129,7 +130,7 @@ def _child_names() -> Iterator[tuple[int, str]]:
             yield child.pid, " ".join(child.cmdline()[:1])
 
 
-class PhaseTracker:
+class PhaseTracker(Tracker):
     """A tracker that gets the name of each phase as it begins."""
 
     def phase(self, name: str) -> None:
@@ -140,11 +141,6 @@ class PhaseTracker:
 
     def close(self) -> None:
         pass
-
-
-def phase_tracker(config: object, run_dir: Path, *, total_steps: int, first_step: int) -> PhaseTracker:
-    """A TrackerFactory, as `trainer.logger` names it."""
-    return PhaseTracker()
 
 
 class BeforeLastExport(Callback):

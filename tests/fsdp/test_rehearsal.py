@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rl_core import config as configuration
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Rehearser
 from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
 from rl_core.trainer.before.rehearsed_run import planned_phase, rehearsed_model
 from rl_fsdp import FsdpOptions, fsdp
@@ -61,7 +60,7 @@ def test_a_full_size_step_takes_what_the_table_says_and_the_plan_agrees():
     [({"cpu_offload": True}, "cpu_offload"), ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay")],
 )
 def test_a_configuration_that_cannot_be_rehearsed_is_refused(options: dict[str, bool], key: str):
-    assert isinstance(fsdp, Rehearser)
+    assert fsdp.can_rehearse
     spec = arranged_models(configuration.load("qwen2_5_1_5b").config)["policy"].spec
     batch = Batch.from_sequences([{"tokens": [1, 2]}])
     with pytest.raises(ConfigError, match=key):

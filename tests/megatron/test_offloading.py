@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from rl_core.interfaces import Offloadable, Worker
+from rl_core.interfaces import Worker
 from rl_core.testing.tensors import require_equal
 from rl_megatron import MegatronOptions
 from rl_megatron.rank.offloading import HostCopy
@@ -59,7 +59,7 @@ def test_offloading_the_optimizer_keeps_the_models_parameters(tmp_path: Path, bf
                 assert group.call(SuiteHost.ask, "bytes_of_parameters_and_optimizer") == [(parameter_bytes, 0)]
                 require_equal(group.weights(), before, "while the optimizer is out")
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
-            group.call(Offloadable.onload, parameters=False, optimizer=True)
+            group.call(Worker.onload, parameters=False, optimizer=True)
             group.call(Worker.optim_step)
             weights.append(group.weights())
             group.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_core.interfaces import LoraConfig, Perturbable
+from rl_core.interfaces import LoraConfig, Worker
 from rl_core.testing.tensors import require_equal
 from rl_megatron import MegatronOptions, megatron
 from rl_transformers.testing.backend import PRELOADED
@@ -45,9 +45,9 @@ def start(case: Case, num_ranks: int, options: dict[str, int], **fields: Any) ->
 
 def noise_of(group: RankGroup, seed: int) -> dict[str, Tensor]:
     before = group.weights()
-    group.call(Perturbable.perturb, seed, 0.5)
+    group.call(Worker.perturb, seed, 0.5)
     noisy = group.weights()
-    group.call(Perturbable.restore)
+    group.call(Worker.restore)
     require_equal(group.weights(), before, "weights after removing the noise")
     return {name: noisy[name] - before[name] for name in before}
 

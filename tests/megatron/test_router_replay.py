@@ -14,7 +14,6 @@ from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, ShapeError, WorkerError
 from rl_core.interfaces import LoraConfig, ModelConfig, Worker
 from rl_core.rank_kit.route_layers import with_routes_of
-from rl_core.workers.rank import RankHost
 from rl_megatron import LoraOptions, MegatronOptions
 from rl_transformers.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, other_routes
 from rl_transformers.testing.cases import LOSS, Variant, open_case
@@ -121,7 +120,7 @@ def test_ranks_follow_the_routes_of_their_layers_and_return_them(mesh, open_forc
         require_breaks_found(group, case, expected)
         if mesh not in LAYERS_OF_RANKS:
             return
-        layers_of_ranks = [list(of_rank) for of_rank in group.call(RankHost.route_layers)]
+        layers_of_ranks = [list(of_rank) for of_rank in group.call(Worker.route_layers)]
         assert layers_of_ranks == LAYERS_OF_RANKS[mesh]
 
         # Negative control: each rank gets the routes of the next layers with experts instead of its own.

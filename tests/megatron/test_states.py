@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import DiskFullError, StorageError, WorkerError
-from rl_core.interfaces import BackgroundSaver, Worker
+from rl_core.interfaces import Worker
 from rl_megatron import MegatronOptions
 from rl_transformers.testing.backend import PRELOADED, backward
 from rl_transformers.testing.cases import LOSS, Case, Variant, open_case
@@ -72,7 +72,7 @@ def test_only_the_first_data_parallel_rank_gathers_the_optimizer_state(tmp_path)
 def test_if_one_rank_cannot_write_every_rank_raises_and_the_next_state_is_written(tmp_path, request):
     case, group = start("write_to_two_bad_disks", tmp_path, request, **{TP: 2})
     bad = case.directory / "lost" / "state", case.directory / "full"
-    for save in (Worker.save_state, BackgroundSaver.start_saving):
+    for save in (Worker.save_state, Worker.start_saving):
         for directory, error in zip(bad, (StorageError, DiskFullError), strict=True):
             with pytest.raises(error, match=f"{directory.name}: could not be written"):
                 group.call(save, directory)

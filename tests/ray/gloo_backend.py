@@ -26,6 +26,7 @@ from torch import Tensor
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import (
+    Backend,
     LossSpec,
     Manifest,
     Metrics,
@@ -65,7 +66,7 @@ class GlooOptions:
 
 
 @attrs.frozen(kw_only=True)
-class GlooBackend:
+class GlooBackend(Backend):
     """The backend of `GlooWorker`."""
 
     name: str = "gloo"
@@ -102,8 +103,10 @@ def spec_of(role: Any = "policy", **options: Any) -> WorkerSpec:
     )
 
 
-class GlooWorker:
+class GlooWorker(Worker):
     """One rank, with methods that only tests call."""
+
+    can_offload = True
 
     def __init__(self, options: GlooOptions, rank: RankInfo):
         self.options = options

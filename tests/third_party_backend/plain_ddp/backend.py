@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import Backend, RankInfo, Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -22,7 +22,7 @@ class PlainDdpOptions:
 
 
 @attrs.frozen(kw_only=True)
-class PlainDdpBackend:
+class PlainDdpBackend(Backend):
     """A training backend in which every rank has the whole model and computes its part of the batch."""
 
     name: str = "plain_ddp"

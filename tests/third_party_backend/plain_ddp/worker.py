@@ -17,13 +17,12 @@ from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import (
     LossSpec,
-    Manifest,
     OptimizerStep,
     OptimizerUpdate,
     Plan,
     RankInfo,
     WeightBucket,
-    WeightSender,
+    Worker,
     WorkerSpec,
 )
 from rl_core.rank_kit import (
@@ -38,8 +37,8 @@ from rl_core.rank_kit import (
 )
 
 
-class PlainDdpWorker:
-    """A rank; implements `Worker` and `Inspectable`."""
+class PlainDdpWorker(Worker):
+    """A rank."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         self.spec, self.rank, self.steps_done = spec, rank, 0
@@ -118,10 +117,6 @@ class PlainDdpWorker:
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """Rank 0 exports all weights, the other ranks none."""
         return pack_buckets(self.model.named_parameters() if self.rank.rank == 0 else (), max_bucket_bytes)
-
-    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`."""
-        return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
         """Rank 0 writes the state as one file."""

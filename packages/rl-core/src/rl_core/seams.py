@@ -8,7 +8,6 @@ before a run. The suites of `rl_core.testing` check the behaviour of a plug-in.
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from rl_core.interfaces import (
     GeneratorPlugin,
     Recipe,
     Tracker,
-    TrackerFactory,
     WeightReceiver,
     WeightTransport,
     as_environment,
@@ -50,22 +48,18 @@ class Seam:
     """Why an object is not valid; None if it is."""
 
 
-def _of_object(contract: type, found: Any) -> str | None:
-    """Why an object does not fulfil the contract; None if it does."""
-    if inspect.isclass(found):
-        return f"it is the class {found.__name__}, not an instance of it"
-    expected = members(contract)
-    return _lacks(found, expected) or _first(_member_problem(found, name, member) for name, member in expected.items())
+def _of_plugin(contract: type, found: Any, *, flags: Mapping[str, str] = {}) -> str | None:
+    """Why an object is not an instance of a class that inherits and fulfils the contract; None if it is.
 
-
-def _of_plugin(contract: type, found: Any) -> str | None:
-    """Why an object is not an instance of a class that inherits and fulfils the contract; None if it is."""
+    Args:
+        flags: see `_unflagged`.
+    """
     if inspect.isclass(found):
         return f"it is the class {found.__name__}, not an instance of it"
     if contract not in type(found).__mro__:
         return f"{_described(found)} does not inherit rl_core.interfaces.{contract.__name__}"
-    types = {"str": str, "bool": bool}
-    wanted = {name: types[kind] for name, kind in inspect.get_annotations(contract).items() if kind in types}
+    kinds = {"str": str, "bool": bool, "type": type}
+    wanted = {name: kinds[kind] for name, kind in inspect.get_annotations(contract).items() if kind in kinds}
     wrong = (
         f"its {name} is {value!r:.60}, expected {kind.__name__}"
         for name, kind in wanted.items()
@@ -76,22 +70,8 @@ def _of_plugin(contract: type, found: Any) -> str | None:
         _lacks(found, wanted)
         or next(wrong, None)
         or _first(_member_problem(found, name, member) for name, member in methods.items())
+        or _unflagged(found, contract, flags)
     )
-
-
-def _of_factory(call: type, made: type, found: Any) -> str | None:
-    """Why an object is not a factory of objects that fulfil the contract `made`; None if it is one."""
-    if not callable(found):
-        return f"it is {_described(found)}, which cannot be called"
-    if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):
-        return f"{found.__name__} is abstract, so it cannot be instantiated"
-    if not _can_be_read(found):
-        return f"the parameters of {_described(found)} cannot be inspected; wrap it in a function"
-    problem = call_problem(_name(found), vars(call)["__call__"], found)
-    product = _product_class(found)
-    if problem or product is None:
-        return problem
-    return _class_problem(product, members(made))
 
 
 def _of_environment(found: Any) -> str | None:
@@ -109,14 +89,17 @@ def _of_environment(found: Any) -> str | None:
     )
 
 
-def _of_callback(found: Any) -> str | None:
-    if not (inspect.isclass(found) and issubclass(found, Callback)):
+def _of_class(contract: type, found: Any) -> str | None:
+    """Why an object is not a class that inherits and fulfils the contract; None if it is."""
+    if not inspect.isclass(found):
         return f"it is {_described(found)}"
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
-        return f"{found.__name__} cannot be created without arguments: {error}"
-    return _class_problem(found, members(Callback))
+    if contract not in found.__mro__:
+        return f"{_described(found)} does not inherit rl_core.interfaces.{contract.__name__}"
+    return (
+        _lacks_required(found, found)
+        or call_problem(found.__name__, vars(contract)["__init__"], found)
+        or _class_problem(found, members(contract))
+    )
 
 
 def _of_loss(found: Any) -> str | None:
@@ -189,8 +172,12 @@ SEAMS: Mapping[str, Seam] = {
     "rl_core.backends": Seam(
         plural="training backends",
         singular="a training backend",
-        expected="an object that fulfils rl_core.interfaces.Backend",
-        problem=partial(_of_object, Backend),
+        expected="an instance of a class that inherits rl_core.interfaces.Backend",
+        problem=partial(
+            _of_plugin,
+            Backend,
+            flags={"plan": "can_plan", "rehearse": "can_rehearse"},
+        ),
     ),
     "rl_core.inference": Seam(
         plural="inference engines",
@@ -231,14 +218,14 @@ SEAMS: Mapping[str, Seam] = {
     "rl_core.trackers": Seam(
         plural="trackers",
         singular="a tracker",
-        expected="a class or function (config, run_dir, *, total_steps, first_step) → rl_core.interfaces.Tracker",
-        problem=partial(_of_factory, TrackerFactory, Tracker),
+        expected="a class that inherits rl_core.interfaces.Tracker",
+        problem=partial(_of_class, Tracker),
     ),
     "rl_core.callbacks": Seam(
         plural="callbacks",
         singular="a callback",
-        expected="a class derived from rl_core.interfaces.Callback that can be created without arguments",
-        problem=_of_callback,
+        expected="a class that inherits rl_core.interfaces.Callback",
+        problem=partial(_of_class, Callback),
     ),
     "rl_core.recipes": Seam(
         plural="recipes",
@@ -314,9 +301,6 @@ def _takes_nothing(found: Any) -> bool:
 def _member_problem(found: Any, name: str, expected: Any) -> str | None:
     """Why one member of an object does not fulfil the contract; None if it does."""
     actual = getattr(found, name)
-    if isinstance(expected, property):
-        declared = inspect.signature(expected.fget).return_annotation if expected.fget else ""
-        return None if _is_of(actual, expected) else f"its {name} is {actual!r:.60}, expected {declared}"
     if not callable(actual):
         return f"its {name} is {actual!r:.60}, expected a method"
     return call_problem(name, expected, actual)
@@ -354,16 +338,20 @@ def _lacks_required(found: type, adapted: type) -> str | None:
     return f"{_described(found)} has no {', '.join(missing)}" if missing else None
 
 
-def _unflagged(found: type, contract: type, flags: Mapping[str, str]) -> str | None:
-    """Says which optional method a class defines without the flag with which the run asks for it; None if it defines no
-    such method.
+def _unflagged(found: Any, contract: type, flags: Mapping[str, str]) -> str | None:
+    """Says which optional method a class or its instance defines without the flag with which the run asks for it, or
+    which flag it sets without the method; None if flags and methods agree.
 
     Args:
         flags: method → flag.
     """
+    cls = found if inspect.isclass(found) else type(found)
     for method, flag in flags.items():
-        if getattr(found, method) is not getattr(contract, method) and not getattr(found, flag):
+        is_defined = getattr(cls, method) is not getattr(contract, method)
+        if is_defined and not getattr(found, flag):
             return f"it defines {method}, but its {flag} is false, so {method} would not be called; set {flag} = True"
+        if getattr(found, flag) and not is_defined:
+            return f"its {flag} is true, but it does not define {method}"
     return None
 
 
@@ -373,14 +361,6 @@ def _lacks(found: Any, expected: Iterable[str]) -> str | None:
         return None
     more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
     return f"{_described(found)} has no {', '.join(missing[:_MOST_NAMED])}{more}"
-
-
-def _is_of(value: Any, expected: property) -> bool:
-    """Whether the value has the type that the property declares; True if the type cannot be checked."""
-    try:
-        return isinstance(value, typing.get_type_hints(expected.fget)["return"])
-    except (NameError, TypeError):  # a type that is imported only for the type checker, or a generic type
-        return True
 
 
 def _can_be_read(found: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.interfaces import Backend, RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
 from rl_deepspeed.engine_config import require_free_keys
 from rl_deepspeed.options import DeepSpeedOptions, replay_key
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """Trains Hugging Face causal language models, and critics built from them, with ZeRO: all weights or only
     adapters."""
 
     name: str = "deepspeed"
     replays_kept_tokens: bool = True
+    can_plan: bool = True
     config_section: str = "deepspeed_config"
     options_class: type = DeepSpeedOptions
 
@@ -45,15 +46,15 @@ class DeepSpeedBackend:
             raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
 
     def check_model(self, spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
-        """See `ModelChecking`; imports torch."""
+        """See `Backend.check_model`; imports torch."""
         require_fitting_model(spec, longest=longest, num_sequences=num_sequences)
 
     def shares_prefixes(self, options: DeepSpeedOptions) -> bool:
-        """See `PrefixSharing`."""
+        """See `Backend.shares_prefixes`."""
         return True
 
     def follows_routes(self, options: DeepSpeedOptions) -> bool:
-        """See `RouteFollowing`."""
+        """See `Backend.follows_routes`."""
         return options.moe_enable_routing_replay
 
     def needs_own_process(self) -> bool:

@@ -27,7 +27,7 @@ _ALIGNMENT = 2
 
 
 def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
-    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. A rank computes one micro-batch at a time.
+    """Returns one entry per rank, as `Backend.plan` requires. A rank computes one micro-batch at a time.
 
     Args:
         spec: the model and how it is trained.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import LossSpec, Plan, RankInfo, RankPlan, RehearsedPhase, Worker, WorkerSpec
+from rl_core.interfaces import Backend, LossSpec, Plan, RankInfo, RankPlan, RehearsedPhase, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
 from rl_fsdp.options import FsdpOptions, replay_key
 from rl_transformers.model_checks import require_fitting_model
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class FsdpBackend:
+class FsdpBackend(Backend):
     """Trains Hugging Face causal language models (all weights or only LoRA adapters) and critics built from them."""
 
     name: str = "fsdp"
     replays_kept_tokens: bool = True
+    can_plan: bool = True
+    can_rehearse: bool = True
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False
@@ -57,15 +59,15 @@ class FsdpBackend:
             raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
 
     def check_model(self, spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
-        """See `ModelChecking`; imports torch."""
+        """See `Backend.check_model`; imports torch."""
         require_fitting_model(spec, longest=longest, num_sequences=num_sequences)
 
     def shares_prefixes(self, options: FsdpOptions) -> bool:
-        """See `PrefixSharing`."""
+        """See `Backend.shares_prefixes`."""
         return True
 
     def follows_routes(self, options: FsdpOptions) -> bool:
-        """See `RouteFollowing`."""
+        """See `Backend.follows_routes`."""
         return options.moe_enable_routing_replay
 
     def needs_own_process(self) -> bool:
@@ -87,7 +89,7 @@ class FsdpBackend:
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
     ) -> tuple[RehearsedPhase, ...]:
-        """See `Rehearser`; imports torch."""
+        """See `Backend.rehearse`; imports torch."""
         from rl_fsdp.rehearsal import rehearse_rank
 
         self.validate(spec, world_size)

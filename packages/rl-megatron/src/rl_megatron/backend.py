@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.interfaces import Backend, RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
 from rl_megatron.checks.megatron_fields import require_bridge
 from rl_megatron.checks.refusals import refuse
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class MegatronBackend:
+class MegatronBackend(Backend):
     """Trains causal language models that Megatron-Bridge converts, and critics built from them."""
 
     name: str = "megatron"
     replays_kept_tokens: bool = True
+    can_plan: bool = True
     config_section: str = "megatron_config"
     options_class: type = MegatronOptions
 
@@ -46,17 +47,17 @@ class MegatronBackend:
         require_model_path(spec)
 
     def follows_routes(self, options: MegatronOptions) -> bool:
-        """See `RouteFollowing`."""
+        """See `Backend.follows_routes`."""
         replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
         return bool(replays) and options.moe_routing_replay_source == "rollout"
 
     def records_routes(self, options: MegatronOptions) -> bool:
-        """See `RouteRecording`."""
+        """See `Backend.records_routes`."""
         replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
         return bool(replays) and options.moe_routing_replay_source == "scoring"
 
     def has_own_losses(self, options: MegatronOptions) -> bool:
-        """See `OwnLosses`."""
+        """See `Backend.has_own_losses`."""
         fields = transformer_fields(options, self.config_section)
         coefficients = fields["moe_aux_loss_coeff"]
         balances = any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
@@ -85,7 +86,7 @@ class MegatronBackend:
         return MegatronWorker(spec, rank, prove=None if spec.is_proved else partial(_prove, self, spec))
 
     def prove(self, spec: WorkerSpec) -> str | None:
-        """See `ModelProving`: compares a small copy of the model with transformers."""
+        """See `Backend.prove`: compares a small copy of the model with transformers."""
         return require_proof(self, spec)
 
     def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:

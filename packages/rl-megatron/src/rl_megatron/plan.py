@@ -20,7 +20,7 @@ _BYTES_OF_LOGITS = 3 * 4
 def plan_ranks(
     spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
 ) -> tuple[RankPlan, ...]:
-    """Returns one entry per rank, as `rl_core.interfaces.Planner` requires. Raises ConfigError if the model's
+    """Returns one entry per rank, as `rl_core.interfaces.Backend.plan` requires. Raises ConfigError if the model's
     configuration is not on this machine, or if the model has adapters or is refused."""
     setup = setup_of(spec, world_size)
     refuse_setup(setup)

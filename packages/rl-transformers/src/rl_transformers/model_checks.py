@@ -11,7 +11,7 @@ from rl_transformers.pretrained import config_at_hand
 
 def require_fitting_model(spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
     """Requires that a policy can be saved as a whole, that the longest sequence does not change the rotary frequencies
-    of other sequences, and that `load_scorer` accepts the model's structure. See `ModelChecking`."""
+    of other sequences, and that `load_scorer` accepts the model's structure. See `Backend.check_model`."""
     where, path = f"{SECTIONS[spec.role]}.model.path", spec.model.path
     config = None if path is None else config_at_hand(path, where)
     if config is None or path is None:

@@ -16,7 +16,7 @@ from rl_core import config as configuration
 from rl_core.config import Config
 from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EnginePlan, ModelProving, RankPlan, Role
+from rl_core.interfaces import EnginePlan, RankPlan, Role
 from rl_core.layout.ranges import ranges
 from rl_core.rank_kit.worker_specs import SECTIONS
 
@@ -61,7 +61,7 @@ def show_plan(
     plans = [_Plan.of(config, models, engine, length, limits) for length in contexts]
     for planned in plans[0].models:
         model = models[planned.role]
-        left_to_prove = model.backend.prove(model.spec) if isinstance(model.backend, ModelProving) else None
+        left_to_prove = model.backend.prove(model.spec)
         console.print(_title(config, model, planned), soft_wrap=True)
         console.print(_ranks_table(planned.ranks))
         if left_to_prove is not None:

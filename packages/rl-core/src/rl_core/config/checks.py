@@ -32,7 +32,6 @@ from rl_core.config.specs import engine_spec, generator_spec, needs_engine, refe
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes
-from rl_core.interfaces import RouteFollowing
 
 if TYPE_CHECKING:
     from rl_core.algorithms.objective import Objective
@@ -245,20 +244,20 @@ def _check_routes(config: Config) -> None:
     backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
     section = backend.config_section
     trainer, returned = config.trainer, config.generator.inference_engine.enable_return_routed_experts
-    follows = backend.follows_routes if isinstance(backend, RouteFollowing) else lambda options: False
     engine_key, key = "generator.inference_engine.enable_return_routed_experts", f"{section}.moe_enable_routing_replay"
     for name, model in (("ref", trainer.ref), ("critic", trainer.critic)):
-        if follows(model.options(section)):
+        if backend.follows_routes(model.options(section)):
             raise ConfigError(
                 "got true, but only the policy can follow an engine's routes; the other models compute their own. Set "
                 f"this key to false; for the policy, set trainer.policy.{key}",
                 key=f"trainer.{name}.{key}",
             )
-    if follows(trainer.policy.options(section)) != returned:
+    options = trainer.policy.options(section)
+    if backend.follows_routes(options) != returned:
         state = "returns routes that the policy does not follow" if returned else "returns no routes to follow"
         remedy = (
             f"set both {engine_key} and trainer.policy.{key} to true, or both to false"
-            if isinstance(backend, RouteFollowing)
+            if hasattr(options, "moe_enable_routing_replay")
             else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
         )
         raise ConfigError(f"{str(returned).lower()}, so the engine {state}; {remedy}", key=engine_key)
@@ -295,7 +294,7 @@ def _check_sampled_distribution(config: Config) -> None:
     trains = plugins.load("rl_core.backends", backend, key="trainer.strategy")
     can = {
         f"the engine {engine!r} does not return the kept tokens": plugin.returns_kept_tokens,
-        f"trainer.strategy={backend} cannot use them": getattr(trains, "replays_kept_tokens", False),
+        f"trainer.strategy={backend} cannot use them": trains.replays_kept_tokens,
     }
     lacking = [reason for reason, is_able in can.items() if not is_able]
     if lacking:

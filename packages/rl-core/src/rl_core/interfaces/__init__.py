@@ -1,10 +1,8 @@
 """The contracts between packages and the records that they exchange. Importing them does not import torch.
 
-Each contract is one class that authors inherit. What every plug-in must have is abstract; everything else has a
-default, and a flag where a run must know before it starts. The suites of `rl_core.testing` check the behaviour of a
-plug-in. Still separate Protocols are abilities of workers: `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`RouteReader`, `Inspectable`; of backends: `ModelChecking`, `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`,
-`Rehearser`, `RouteFollowing`, `RouteRecording`; of trackers: `PhaseAware`.
+A contract is one class, which authors inherit. Its required methods are abstract. An optional ability is a method with
+a default and, only where a run must know of it before it starts, one flag: an attribute with a default (`can_offload`).
+Callers ask the flag, never `isinstance`. The suites of `rl_core.testing` check the behaviour of a plug-in.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `EnginePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. An environment package implements
@@ -86,10 +84,8 @@ from rl_core.interfaces.rollouts import (
 from rl_core.interfaces.runs import (
     Callback,
     Control,
-    PhaseAware,
     Recipe,
     Tracker,
-    TrackerFactory,
 )
 from rl_core.interfaces.thoughts import (
     CHANNEL_TOKENS,
@@ -100,32 +96,19 @@ from rl_core.interfaces.thoughts import (
 )
 from rl_core.interfaces.training import (
     Backend,
-    BackgroundSaver,
     HeldKind,
-    Inspectable,
     LoraConfig,
     LossSpec,
     Metrics,
-    ModelChecking,
     ModelConfig,
-    ModelProving,
-    Offloadable,
     OptimizerConfig,
     OptimizerStep,
     OptimizerUpdate,
-    OwnLosses,
-    Perturbable,
     Plan,
-    Planner,
-    PrefixSharing,
     RankInfo,
     RankPlan,
     RehearsedPhase,
-    Rehearser,
     Role,
-    RouteFollowing,
-    RouteReader,
-    RouteRecording,
     Worker,
     WorkerSpec,
 )
@@ -169,23 +152,10 @@ __all__ = [
     "OptimizerStep",
     "OptimizerUpdate",
     "Worker",
-    "Offloadable",
-    "BackgroundSaver",
-    "Perturbable",
-    "Inspectable",
     "HeldKind",
     "RankPlan",
-    "Planner",
     "RehearsedPhase",
-    "Rehearser",
     "Backend",
-    "RouteFollowing",
-    "RouteReader",
-    "OwnLosses",
-    "PrefixSharing",
-    "RouteRecording",
-    "ModelChecking",
-    "ModelProving",
     "WeightBucket",
     "TensorRecord",
     "Manifest",
@@ -229,8 +199,6 @@ __all__ = [
     "above",
     "between",
     "Tracker",
-    "TrackerFactory",
-    "PhaseAware",
     "Callback",
     "Control",
     "Recipe",

@@ -3,8 +3,9 @@ calls (`Callback`)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -14,22 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@runtime_checkable
 class Tracker(Protocol):
-    """Receives metrics. An entry point of `rl_core.trackers` is a `TrackerFactory`."""
+    """Receives metrics. An entry point of `rl_core.trackers` is such a class. Authors inherit this class; methods with
+    a body are optional."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a step. Called once per step, in order. Step 0 has the metrics of the evaluation
-        before training."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is not written yet, and closes files and connections. Called once, even if the run fails."""
-        ...
-
-
-class TrackerFactory(Protocol):
-    def __call__(self, config: Any, run_dir: Path, *, total_steps: int, first_step: int) -> Tracker:
+    def __init__(self, config: Any, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         """Creates the tracker of a run.
 
         Args:
@@ -40,16 +30,18 @@ class TrackerFactory(Protocol):
                 step + 1 if that step was completely logged, else the checkpoint's step. The tracker must drop what an
                 earlier process logged for `first_step` and later steps.
         """
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a step. Called once per step, in order. Step 0 has the metrics of the evaluation
+        before training."""
         ...
-
-
-@runtime_checkable
-class PhaseAware(Protocol):
-    """A tracker that also receives the run's current phase."""
 
     def phase(self, name: str) -> None:
         """Called when a phase begins: generate, score, train, publish, evaluate, checkpoint or export."""
-        ...
+
+    def close(self) -> None:
+        """Writes what is not written yet, and closes files and connections. Called once, even if the run fails."""
 
 
 @attrs.frozen(kw_only=True)
@@ -63,8 +55,10 @@ class Control:
 
 class Callback:
     """User code that the loop calls at certain events. Derive a class, override the methods that you need, and list the
-    class in `trainer.callbacks` (an entry point of `rl_core.callbacks`, or `package.module:Class`). The class is
-    instantiated without arguments."""
+    class in `trainer.callbacks` (an entry point of `rl_core.callbacks`, or `package.module:Class`)."""
+
+    def __init__(self) -> None:
+        """Called without arguments, before the first step."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         """Called before the first step."""

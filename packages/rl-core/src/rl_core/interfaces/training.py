@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, PluginError
 from rl_core.interfaces.options import FINITE, Bound, above, at_least, at_most, between, bounded
 from rl_core.interfaces.weights import Manifest, WeightBucket, WeightSender
 
@@ -145,7 +146,7 @@ class WorkerSpec:
     use_sample_packing: bool
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool = False
-    """Compute shared prefixes of a packed micro-batch once. True only with a backend that is `PrefixSharing`."""
+    """Compute shared prefixes of a packed micro-batch once. True only if the backend `shares_prefixes`."""
     logprobs_chunk_size: int
     """Number of tokens whose float32 logits are in memory at a time."""
     total_optimizer_steps: int | None
@@ -154,7 +155,7 @@ class WorkerSpec:
     num_threads: int | None = None
     """Torch threads of a rank. None: OMP_NUM_THREADS if it is set, else the cores divided by the ranks per node."""
     is_proved: bool = True
-    """Read only by backends that are `ModelProving`. True: the controller has proved the model. False: the controller
+    """Read only by backends with own model code (`Backend.prove`). True: the controller has proved the model. False: it
     could not do this, so rank 0 proves the model before any rank loads it."""
 
 
@@ -243,11 +244,19 @@ class OptimizerUpdate:
             )
 
 
-@runtime_checkable
 class Worker(Protocol):
     """One rank of one model. All calls are made from one thread, one at a time; every rank of a group gets the same
-    calls."""
+    calls. Authors inherit this class; methods with a body are optional."""
 
+    can_offload: bool = False
+    """Whether the worker can move its state off the accelerator between phases (`offload`, `onload`)."""
+    can_save_in_background: bool = False
+    """Whether the worker can save while training continues (`trainer.async_save`: `start_saving`, `has_saved`)."""
+    can_perturb: bool = False
+    """Whether the worker's weights can be perturbed, to prove that each tensor reaches the engines (`perturb`,
+    `restore`)."""
+
+    @abstractmethod
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
@@ -257,7 +266,7 @@ class Worker(Protocol):
 
         If the batch has `kept_counts` and `kept_ids`, log-prob and entropy of each token with a count above 0 are those
         of the distribution over its kept ids, renormalised; the same holds in `forward_backward`. Such batches are sent
-        only to a backend with an attribute `replays_kept_tokens` that is true.
+        only to a backend that `replays_kept_tokens`.
 
         Args:
             batch: the rank's part of the batch.
@@ -270,6 +279,7 @@ class Worker(Protocol):
         """
         ...
 
+    @abstractmethod
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
@@ -292,6 +302,7 @@ class Worker(Protocol):
         """
         ...
 
+    @abstractmethod
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """Scales and clips the gradients, takes a step, advances the schedule and clears the gradients. If a gradient
         is not finite, only clears the gradients.
@@ -301,6 +312,7 @@ class Worker(Protocol):
         """
         ...
 
+    @abstractmethod
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yields the weights under Hugging Face names. Collective: every rank must exhaust its iterator, even if it
         yields nothing."""
@@ -308,19 +320,23 @@ class Worker(Protocol):
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights` through `sender`, or only the adapter's tensors under peft's names
-        (`base_model.model.<layer>.lora_A.weight`) if `LoraConfig.is_sent_alone`. Returns what this rank sent."""
-        ...
+        (`base_model.model.<layer>.lora_A.weight`) if `LoraConfig.is_sent_alone`. Returns what this rank sent. The
+        default sends `export_weights`."""
+        return sender.send(self.export_weights(max_bucket_bytes), version)
 
+    @abstractmethod
     def save_state(self, directory: Path) -> None:
         """Writes the state of weights, optimizer and schedule. The files are complete when the method returns."""
         ...
 
+    @abstractmethod
     def load_state(self, directory: Path) -> None:
         """Restores exactly what `save_state` wrote, even with a different world size. Drops gradients accumulated since
         the last step. Raises CheckpointError if the files are missing, incomplete or damaged, or if another backend
         wrote them."""
         ...
 
+    @abstractmethod
     def save_model(self, directory: Path) -> None:
         """Writes the model and its tokenizer in Hugging Face format. If a rank's storage fails, the rank raises
         CheckpointError after its last collective. No other rank then waits for it, and the run can continue."""
@@ -328,66 +344,49 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Frees the rank's resources. A second call does nothing."""
-        ...
 
+    # --- optional ---
 
-@runtime_checkable
-class Offloadable(Protocol):
-    """A worker that can move its state off the accelerator between phases."""
+    def offload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves parameters, optimizer state or both off the accelerator."""
+        raise _undefined(self, "offload")
 
-    def offload(self, *, parameters: bool, optimizer: bool) -> None: ...
-
-    def onload(self, *, parameters: bool, optimizer: bool) -> None: ...
-
-
-@runtime_checkable
-class BackgroundSaver(Protocol):
-    """A worker that can save while training continues (`trainer.async_save`). Only one save runs at a time."""
+    def onload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves parameters, optimizer state or both back to the accelerator."""
+        raise _undefined(self, "onload")
 
     def start_saving(self, directory: Path) -> None:
-        """Copies the state and returns. Files are written in the background, from the copy."""
-        ...
+        """Copies the state and returns. Files are written in the background, from the copy. Only one save runs at a
+        time."""
+        raise _undefined(self, "start_saving")
 
     def has_saved(self) -> bool:
         """Whether the save that `start_saving` began is complete on this rank; True if none was begun. Does not block.
         Raises the save's error. May be called repeatedly."""
-        ...
-
-
-@runtime_checkable
-class Perturbable(Protocol):
-    """A worker whose weights can be perturbed and restored, to prove that each tensor reaches the engines."""
+        raise _undefined(self, "has_saved")
 
     def perturb(self, seed: int, scale: float) -> None:
         """Adds normal noise to every trained parameter. Its standard deviation is `scale` times the parameter's root
         mean square, but at least `scale` / sqrt(length of the last axis), so that small weights and zeros also change.
         Copies of a parameter stay equal."""
-        ...
+        raise _undefined(self, "perturb")
 
     def restore(self) -> None:
         """Restores every parameter bit for bit to its value before `perturb`. Does nothing if `perturb` was not
         called."""
-        ...
+        raise _undefined(self, "restore")
 
-
-@runtime_checkable
-class RouteReader(Protocol):
-    """A worker that follows the routes of only some layers, such as those of its pipeline stage. If ranks run in
-    several processes, each rank gets only the routes of these layers: `routed_experts` has no others, and the column
-    `route_layers` names them. `rl_core.rank_kit.routes_of` reads batches with some layers and with all layers."""
-
-    def route_layers(self) -> Sequence[int]:
-        """This rank's layers with experts, as indices in the whole model. Called once, after the start."""
-        ...
-
-
-@runtime_checkable
-class Inspectable(Protocol):
-    """A worker whose accumulated gradients can be read. Only the conformance suite and the model proof read them."""
+    def route_layers(self) -> tuple[int, ...] | None:
+        """This rank's layers with experts, as indices in the whole model; None: all layers of the model. Called once,
+        after the start. If ranks run in several processes, each rank gets only the routes of its layers:
+        `routed_experts` has no others, and the column `route_layers` names them. `rl_core.rank_kit.routes_of` reads
+        batches with some layers and with all layers."""
+        return None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""
-        ...
+        """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once. Only the
+        conformance suite and the model proof read them."""
+        raise _undefined(self, "gradients")
 
 
 @attrs.frozen(kw_only=True)
@@ -424,9 +423,82 @@ class RankPlan:
     """Host memory that the rank uses while it loads the model. The first rank may hold the whole model."""
 
 
-@runtime_checkable
-class Planner(Protocol):
-    """A backend that can plan the memory of each rank without starting anything (`rl plan`)."""
+@attrs.frozen(kw_only=True)
+class RehearsedPhase:
+    """Peak memory of one rank's device in a phase, measured by running the phase's code on tensors without data."""
+
+    phase: Literal["train", "step", "score"]
+    parts: Mapping[str, int]
+    """Kind → bytes: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (everything else)."""
+    flops: int
+    """Operations of matrix products and attention, including recomputation. Causal attention counts as half of full
+    attention."""
+
+
+class Backend(Protocol):
+    """A training backend: the object of an entry point of `rl_core.backends`. Its module must not import torch. Authors
+    inherit this class; methods with a body are optional."""
+
+    name: str
+    config_section: str
+    """Name of the backend's section in a model's configuration, e.g. `fsdp_config`."""
+    options_class: type
+    """Frozen attrs class whose fields are the keys of this section."""
+    replays_kept_tokens: bool = False
+    """Whether the workers score a token among the ids that sampling kept (`kept_ids`: top-p, top-k, min-p)."""
+    can_plan: bool = False
+    """Whether the memory of each rank can be planned without starting anything (`plan`, for `rl plan`)."""
+    can_rehearse: bool = False
+    """Whether a step can run without other ranks, on tensors without data (`rehearse`, for `rl rehearse`)."""
+
+    @abstractmethod
+    def mesh(self, options: Any, world_size: int) -> Mesh:
+        """Returns the mesh of `world_size` ranks. Raises ConfigError if the options do not fit this number of ranks;
+        the message names the nearest mesh that fits."""
+        ...
+
+    @abstractmethod
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        """Raises ConfigError for everything that this backend cannot train correctly. Runs before any process is
+        started.
+
+        A missing model is not an error: recipes may create it after this call.
+        """
+        ...
+
+    @abstractmethod
+    def needs_own_process(self) -> bool:
+        """Whether a rank needs its own process even if it is the only rank, for example because it creates torch's
+        default process group. Such processes need Ray. False: the models of a run with one rank each (policy,
+        reference, critic) share the controller's process."""
+        ...
+
+    @abstractmethod
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        """Creates the worker of a rank. Called once, in the rank's process and thread."""
+        ...
+
+    # --- optional ---
+
+    def shares_prefixes(self, options: Any) -> bool:
+        """Whether the workers can compute shared prefixes once with these options (`WorkerSpec.share_prefixes`)."""
+        return False
+
+    def follows_routes(self, options: Any) -> bool:
+        """Whether the policy's options route tokens to the experts that the engine chose (router replay). With router
+        replay, the workers reject batches without routes; without it, batches with routes
+        (`rl_core.rank_kit.require_routes`)."""
+        return False
+
+    def records_routes(self, options: Any) -> bool:
+        """Whether the policy's options route tokens to the experts that the backend's own scoring pass chose. Every
+        batch then needs a scoring pass."""
+        return False
+
+    def has_own_losses(self, options: Any) -> bool:
+        """Whether the policy's options enable any of the backend's own losses, such as losses that balance experts.
+        Each call of `forward_backward` adds an enabled loss with the weight of a whole mini-batch."""
+        return False
 
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
@@ -442,24 +514,7 @@ class Planner(Protocol):
         Raises:
             ConfigError: `validate` would raise it, or the model's sizes are not known.
         """
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class RehearsedPhase:
-    """Peak memory of one rank's device in a phase, measured by running the phase's code on tensors without data."""
-
-    phase: Literal["train", "step", "score"]
-    parts: Mapping[str, int]
-    """Kind → bytes: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (everything else)."""
-    flops: int
-    """Operations of matrix products and attention, including recomputation. Causal attention counts as half of full
-    attention."""
-
-
-@runtime_checkable
-class Rehearser(Protocol):
-    """A backend whose worker can run a step without other ranks, on tensors without data (`rl rehearse`)."""
+        raise _undefined(self, "plan")
 
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
@@ -476,69 +531,7 @@ class Rehearser(Protocol):
         Raises:
             ConfigError: `validate` would raise it, or the step cannot be rehearsed.
         """
-        ...
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """A training backend: the object of an entry point of `rl_core.backends`. Its module must not import torch."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config_section(self) -> str:
-        """Name of the backend's section in a model's configuration, e.g. `fsdp_config`."""
-        ...
-
-    @property
-    def options_class(self) -> type:
-        """Frozen attrs class whose fields are the keys of this section."""
-        ...
-
-    def mesh(self, options: Any, world_size: int) -> Mesh:
-        """Returns the mesh of `world_size` ranks. Raises ConfigError if the options do not fit this number of ranks;
-        the message names the nearest mesh that fits."""
-        ...
-
-    def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Raises ConfigError for everything that this backend cannot train correctly. Runs before any process is
-        started.
-
-        A missing model is not an error: recipes may create it after this call.
-        """
-        ...
-
-    def needs_own_process(self) -> bool:
-        """Whether a rank needs its own process even if it is the only rank, for example because it creates torch's
-        default process group. Such processes need Ray. False: the models of a run with one rank each (policy,
-        reference, critic) share the controller's process."""
-        ...
-
-    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        """Creates the worker of a rank. Called once, in the rank's process and thread."""
-        ...
-
-
-@runtime_checkable
-class ModelProving(Protocol):
-    """A backend that has its own model code, and compares it with a reference before a rank loads a model."""
-
-    def prove(self, spec: WorkerSpec) -> str | None:
-        """Proves that this backend computes the model correctly, unless this was proved before.
-
-        Returns:
-            None if the model is proved; else the reason why this machine cannot prove it now.
-
-        Raises:
-            ConfigError: the backend computes the model differently or cannot run it, or the proof failed.
-        """
-        ...
-
-
-@runtime_checkable
-class ModelChecking(Protocol):
-    """A backend that reads a model's configuration before the run, to refuse models that its ranks would refuse."""
+        raise _undefined(self, "rehearse")
 
     def check_model(self, spec: WorkerSpec, *, longest: int, num_sequences: int) -> None:
         """Raises ConfigError if the ranks would refuse the model, as far as its configuration shows this. Reads no
@@ -549,43 +542,20 @@ class ModelChecking(Protocol):
             longest: largest number of tokens of a sequence.
             num_sequences: 1 if every micro-batch has a single sequence; else 2.
         """
-        ...
+
+    def prove(self, spec: WorkerSpec) -> str | None:
+        """Proves that this backend computes the model correctly, unless this was proved before. A backend that has its
+        own model code compares it here with a reference, before a rank loads a model.
+
+        Returns:
+            None if the model is proved or needs no proof; else the reason why this machine cannot prove it now.
+
+        Raises:
+            ConfigError: the backend computes the model differently or cannot run it, or the proof failed.
+        """
+        return None
 
 
-@runtime_checkable
-class PrefixSharing(Protocol):
-    """A backend whose workers can compute shared prefixes once (`WorkerSpec.share_prefixes`)."""
-
-    def shares_prefixes(self, options: Any) -> bool:
-        """Whether the workers can share prefixes with these options."""
-        ...
-
-
-@runtime_checkable
-class OwnLosses(Protocol):
-    """A backend that can add its own losses to the policy's, such as losses that balance experts."""
-
-    def has_own_losses(self, options: Any) -> bool:
-        """Whether the policy's options enable any of the backend's own losses. Each call of `forward_backward` adds an
-        enabled loss with the weight of a whole mini-batch."""
-        ...
-
-
-@runtime_checkable
-class RouteRecording(Protocol):
-    """A backend that can route the policy's tokens to the experts that its own scoring pass chose."""
-
-    def records_routes(self, options: Any) -> bool:
-        """Whether the policy's options enable this routing. Every batch then needs a scoring pass."""
-        ...
-
-
-@runtime_checkable
-class RouteFollowing(Protocol):
-    """A backend that can route the policy's tokens to the experts that the engine chose (router replay). With router
-    replay, its workers reject batches without routes; without router replay, they reject batches with routes
-    (`rl_core.rank_kit.require_routes`)."""
-
-    def follows_routes(self, options: Any) -> bool:
-        """Whether the policy's options enable router replay."""
-        ...
+def _undefined(self: Worker | Backend, method: str) -> PluginError:
+    """The error of an optional method that was called although its class does not define it."""
+    return PluginError(f"{type(self).__name__} does not define `{method}` (rl_core.interfaces)")

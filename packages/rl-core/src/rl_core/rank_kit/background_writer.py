@@ -1,4 +1,4 @@
-"""Saving a worker's state while training continues: the part of a `BackgroundSaver` that suits any format."""
+"""Saving a worker's state while training continues: the part that suits any format."""
 
 from __future__ import annotations
 

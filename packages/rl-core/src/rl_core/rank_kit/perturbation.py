@@ -60,7 +60,7 @@ class Perturbation:
         Args:
             pieces: this rank's pieces of all trained parameters; no two overlap.
             seed: seed of the noise.
-            scale: see `rl_core.interfaces.Perturbable.perturb`.
+            scale: see `rl_core.interfaces.Worker.perturb`.
         """
         mean_squares = _mean_squares(pieces)
         kept = {piece.place: piece.tensor.to("cpu", copy=True) for piece in pieces}

@@ -85,7 +85,7 @@ def _require_fitting(batch: Batch, shape: RouteShape) -> None:
     if missing:
         raise ShapeError(
             f"routed_experts: no routes of layer {missing[0]}, which this rank replays; route_layers names {found}, "
-            f"expected all of {list(shape.layers)}. `RouteReader.route_layers` of the worker must name every layer "
+            f"expected all of {list(shape.layers)}. `Worker.route_layers` must name every layer "
             "that it replays"
         )
     routes_TLK = routes_of(batch, shape.layers)

@@ -1,4 +1,4 @@
-"""Selects the routes that a `RouteReader` rank receives, and reads the routes of given layers.
+"""Selects the routes that a rank receives, and reads the routes of given layers.
 
 Engines return `routed_experts` [T, L, K] of all L layers of the model. For a rank that reads only some of them,
 `routed_experts` has only these, and the column `route_layers` [N, L] (bool, all rows equal) says which.

@@ -10,7 +10,7 @@ from typing import Literal
 from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config
-from rl_core.interfaces import PhaseAware, Row, Tracker, Trajectory
+from rl_core.interfaces import Row, Tracker, Trajectory
 from rl_core.reports.samples import FILE_NAME, Sample, SamplesWriter, sample_of, with_logprobs
 from rl_core.reports.trackers import JsonlTracker
 from rl_core.tasks import code_of
@@ -59,11 +59,10 @@ class RunReporter:
             closing.pop_all()
 
     def phase(self, name: str) -> None:
-        """Passes the current phase of the run to the trackers that show it."""
+        """Passes the current phase of the run to the trackers."""
         for tracker in self._trackers:
-            if isinstance(tracker, PhaseAware):
-                with code_of(f"the tracker {type(tracker).__name__}"):
-                    tracker.phase(name)
+            with code_of(f"the tracker {type(tracker).__name__}"):
+                tracker.phase(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one row of metrics. Step 0 is the evaluation before training."""

@@ -1,5 +1,4 @@
-"""The built-in trackers, which receive metrics. Each is a callable `(config, run_dir, *, total_steps, first_step) →
-Tracker`.
+"""The built-in trackers, which receive metrics.
 
 `first_step` is the first step that this process will log. A new run starts at 0. A resumed run starts after the
 checkpoint's step, or at that step if it was not completely logged. `metrics.jsonl` and TensorBoard drop what an earlier
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import PluginError, StorageError
+from rl_core.interfaces import Tracker
 from rl_core.reports.jsonl import StepLog
 from rl_core.reports.progress import Progress
 from rl_core.stored_files import is_disk_full
@@ -42,7 +42,7 @@ _SHOWN_OF_DATA = {
 """Metrics shown for runs that train on stored responses, which have no sampled reward."""
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Shows the run's progress on stderr: live on a terminal, as plain lines if the output is piped."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
@@ -65,7 +65,7 @@ class ConsoleTracker:
         self._progress.close()
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Writes `metrics.jsonl`: one row per step. `log` returns when the row is on disk, unless the disk is full."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
@@ -78,7 +78,7 @@ class JsonlTracker:
         self._log.close()
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes event files to `tensorboard/` in the run directory. TensorBoard itself purges steps that are run again."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
@@ -117,7 +117,7 @@ _UPLOAD_S = 300.0
 """Seconds for the last uploads to Weights & Biases."""
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Logs to Weights & Biases, as run `trainer.run_name` of project `trainer.project_name`. With `WANDB_MODE=offline`
     set, no network is needed.
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import attrs
 
-from rl_core.interfaces import Offloadable
+from rl_core.interfaces import Worker
 from rl_core.workers.rank import Ranks
 
 
@@ -70,7 +70,7 @@ class SharedDevices:
 async def _offload(tenant: Tenant) -> None:
     optimizer = tenant.has_optimizer and not tenant.keeps_optimizer
     if tenant.has_parameters or optimizer:
-        await tenant.ranks.call(Offloadable.offload, parameters=tenant.has_parameters, optimizer=optimizer)
+        await tenant.ranks.call(Worker.offload, parameters=tenant.has_parameters, optimizer=optimizer)
         tenant.has_parameters = False
         tenant.has_optimizer = tenant.has_optimizer and not optimizer
 
@@ -78,6 +78,6 @@ async def _offload(tenant: Tenant) -> None:
 async def _onload(tenant: Tenant, *, optimizer: bool) -> None:
     optimizer = optimizer and not tenant.has_optimizer
     if not tenant.has_parameters or optimizer:
-        await tenant.ranks.call(Offloadable.onload, parameters=not tenant.has_parameters, optimizer=optimizer)
+        await tenant.ranks.call(Worker.onload, parameters=not tenant.has_parameters, optimizer=optimizer)
         tenant.has_parameters = True
         tenant.has_optimizer = tenant.has_optimizer or optimizer

@@ -26,14 +26,11 @@ from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import (
     Backend,
-    BackgroundSaver,
     LossSpec,
     Manifest,
     Metrics,
-    ModelProving,
     OptimizerStep,
     OptimizerUpdate,
-    Perturbable,
     Rendezvous,
     Worker,
     WorkerSpec,
@@ -102,7 +99,7 @@ class WorkerGroup:
             num_nodes: number of machines.
             ranks_per_node: GPUs per machine; on machines without GPUs, processes.
             share_devices_of: a group of the same shape (nodes, ranks per node) whose devices this group uses too.
-                `Offloadable` workers leave the devices while the other group computes. None: the group has its own
+                Workers that can offload leave the devices while the other group computes. None: the group has its own
                 devices.
             timeout_s: longest wait for each later call.
             start_timeout_s: longest wait for each phase of this start; None: `timeout_s`.
@@ -118,8 +115,7 @@ class WorkerGroup:
         backend.validate(spec, world_size)
         # In a run, the checks before the start have already proved the model. If this machine cannot run the proof,
         # rank 0 runs it.
-        if isinstance(backend, ModelProving):
-            spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(backend.prove, spec) is None)
+        spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(backend.prove, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
         devices, beside = SharedDevices(), None
@@ -223,20 +219,20 @@ class WorkerGroup:
         async with self._on_devices():
             return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
-    async def is_perturbable(self) -> bool:
-        """Whether every worker is `Perturbable`."""
-        async with self._on_devices():
-            return all(await self._ranks.call(RankHost.is_perturbable))
+    @property
+    def can_perturb(self) -> bool:
+        """Whether the workers can perturb their weights."""
+        return self._ranks.abilities.perturb
 
     async def perturb(self, seed: int, scale: float) -> None:
-        """Adds temporary noise to all trained parameters: see `Perturbable.perturb`."""
+        """Adds temporary noise to all trained parameters: see `Worker.perturb`."""
         async with self._on_devices():
-            await self._ranks.call(Perturbable.perturb, seed, scale)
+            await self._ranks.call(Worker.perturb, seed, scale)
 
     async def restore(self) -> None:
-        """Removes the noise of `perturb`: see `Perturbable.restore`."""
+        """Removes the noise of `perturb`: see `Worker.restore`."""
         async with self._on_devices():
-            await self._ranks.call(Perturbable.restore)
+            await self._ranks.call(Worker.restore)
 
     async def save_state(self, directory: Path) -> None:
         """Writes the weights and the state of the optimizer and the schedule to `directory`."""
@@ -245,13 +241,13 @@ class WorkerGroup:
 
     @property
     def can_save_in_background(self) -> bool:
-        """Whether every worker is a `BackgroundSaver`."""
+        """Whether the workers can save in the background."""
         return self._ranks.abilities.save_in_background
 
     async def start_saving(self, directory: Path) -> None:
         """Like `save_state`, but returns when every rank has copied its state; files are written in the background."""
         async with self._on_devices(optimizer=True):
-            await self._ranks.call(BackgroundSaver.start_saving, directory)
+            await self._ranks.call(Worker.start_saving, directory)
 
     async def has_saved(self) -> bool:
         """Whether the save that `start_saving` began is complete. If it failed on a rank, raises the error as soon as
@@ -276,7 +272,7 @@ class WorkerGroup:
             await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
-        """Moves all `Offloadable` workers off the devices, including workers of groups that share the devices. Later
+        """Moves all workers that can offload off the devices, including workers of groups that share the devices. Later
         calls move back the state that they need."""
         await self._devices.clear()
 

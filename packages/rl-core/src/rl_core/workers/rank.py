@@ -18,14 +18,10 @@ from rl_core.batch import Batch
 from rl_core.errors import PluginError, RLError
 from rl_core.interfaces import (
     Backend,
-    BackgroundSaver,
     Manifest,
-    Offloadable,
-    Perturbable,
     Plan,
     RankInfo,
     Rendezvous,
-    RouteReader,
     Worker,
     WorkerSpec,
 )
@@ -57,9 +53,11 @@ class Abilities:
     """Optional abilities of a worker."""
 
     offload: bool = False
-    """Whether the worker is `Offloadable`."""
+    """See `Worker.can_offload`."""
     save_in_background: bool = False
-    """Whether the worker is a `BackgroundSaver`."""
+    """See `Worker.can_save_in_background`."""
+    perturb: bool = False
+    """See `Worker.can_perturb`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -111,20 +109,20 @@ class RankHost:
     def __init__(self, backend: Backend, spec: WorkerSpec, rank: RankInfo):
         self._rank = rank
         self._held = HeldWeights()
-        worker: Worker | None = backend.create_worker(spec, rank)
-        if worker is None:
+        self._worker = backend.create_worker(spec, rank)
+        if Worker not in type(self._worker).__mro__:
             raise PluginError(
-                f"create_worker of the backend {backend.name!r} returned None; expected a worker, which fulfils "
-                "rl_core.interfaces.Worker"
+                f"create_worker of the backend {backend.name!r} returned {self._worker!r:.60}; expected a worker, "
+                "whose class inherits rl_core.interfaces.Worker"
             )
-        self._worker = worker
 
     @property
     def abilities(self) -> Abilities:
         """Abilities of the worker."""
         return Abilities(
-            offload=isinstance(self._worker, Offloadable),
-            save_in_background=isinstance(self._worker, BackgroundSaver),
+            offload=self._worker.can_offload,
+            save_in_background=self._worker.can_save_in_background,
+            perturb=self._worker.can_perturb,
         )
 
     def bound(self, method: Callable[..., R]) -> Callable[..., R]:
@@ -133,18 +131,9 @@ class RankHost:
         is_own = method.__qualname__.partition(".")[0] in (own.__name__ for own in type(self).__mro__)
         return getattr(self if is_own else self._worker, method.__name__)
 
-    def is_perturbable(self) -> bool:
-        """Whether the worker is `Perturbable`."""
-        return isinstance(self._worker, Perturbable)
-
-    def route_layers(self) -> tuple[int, ...] | None:
-        """Layers of the model whose routes the worker reads; None: all, because it is not a `RouteReader`."""
-        return tuple(self._worker.route_layers()) if isinstance(self._worker, RouteReader) else None
-
     def save_outcome(self) -> SaveOutcome:
         """The state of the worker's background save. Does not raise the save's error: ranks detect it at different
         times, and can continue together only when all have detected it."""
-        assert isinstance(self._worker, BackgroundSaver)
         try:
             return SaveOutcome(is_over=self._worker.has_saved())
         except RLError as error:

@@ -118,7 +118,7 @@ class RayRanks:
             ranks._addresses = await ranks._all("start", [actor.address.remote() for actor in ranks._actors])
             visible = ranks._addresses if beside is None else beside._addresses
             await ranks._build(backend, spec, [address.gpus for address in visible])
-            ranks._route_layers = await ranks.call(RankHost.route_layers)
+            ranks._route_layers = await ranks.call(Worker.route_layers)
             ranks._timeout_s, ranks._timeout_key = timeout_s, "trainer.worker_timeout_s"
         except BaseException:
             ranks._end("their start failed")

@@ -23,6 +23,7 @@ from rl_core.interfaces import (
     RankInfo,
     WeightBucket,
     WeightSender,
+    Worker,
     WorkerSpec,
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
@@ -62,12 +63,13 @@ from rl_transformers.kept_tensors import copy_processors, with_rest
 from rl_transformers.pretrained import read_generation, write_tokenizer
 
 
-class MegatronWorker:
-    """Implements `Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader` and `Inspectable` of
-    `rl_core.interfaces`.
+class MegatronWorker(Worker):
+    """The `Worker` of one rank.
 
     A process can have only one Megatron model, because Megatron keeps one mesh per process.
     """
+
+    can_offload = can_save_in_background = can_perturb = True
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo, *, prove: Callable[[], None] | None = None):
         """
@@ -204,7 +206,7 @@ class MegatronWorker:
         return publish(self, sender, version, max_bucket_bytes)
 
     def route_layers(self) -> tuple[int, ...]:
-        """See `RouteReader`."""
+        """See `Worker.route_layers`."""
         return self.routing.layers
 
     def perturb(self, seed: int, scale: float) -> None:
@@ -228,7 +230,7 @@ class MegatronWorker:
         start_writing(self._background, directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def has_saved(self) -> bool:
-        """See `BackgroundSaver`; raises what `BackgroundWriter.is_done` raises."""
+        """See `Worker.has_saved`; raises what `BackgroundWriter.is_done` raises."""
         return self._background is None or self._background.is_done()
 
     def load_state(self, directory: Path) -> None:

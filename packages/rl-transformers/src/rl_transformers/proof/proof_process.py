@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import RLError
 from rl_core.held_folders import held_folder
-from rl_core.interfaces import Inspectable, LossSpec, ModelConfig, OptimizerConfig, Worker, WorkerSpec
+from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, Worker, WorkerSpec
 from rl_transformers.proof.reference_models import one_thread, random_model, reference_scores, write_model
 from rl_transformers.proof.shrunken_models import MANY_TOKENS, shrunken
 
@@ -64,7 +64,7 @@ class Provable(Protocol):
         ...
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """Creates a single rank that is `Inspectable` and computes in the same way as ranks with these options. Called
+        """Creates a single rank that has `gradients` and computes in the same way as ranks with these options. Called
         in a separate process.
 
         Args:
@@ -117,8 +117,7 @@ def compare(job: ProofJob) -> Differences:
     """Creates the small model, runs it with transformers and the backend, and compares the results.
 
     Raises:
-        ConfigError: the configuration cannot be shrunk, transformers cannot build the model, or the backend's worker is
-            not `Inspectable`.
+        ConfigError: the configuration cannot be shrunk, or transformers cannot build the model.
         Exception: whatever the backend or the model's code raises.
     """
     config = shrunken(job.config, job.where)
@@ -176,11 +175,6 @@ def _batch(vocab_size: int, longest: int) -> Batch:
 def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Returns the log-probs of the whole batch, and the gradients of one micro-batch with all sequences but the
     last."""
-    if not isinstance(worker, Inspectable):
-        raise ConfigError(
-            f"proof_worker: got a {type(worker).__name__}, which does not implement Inspectable; expected a worker "
-            "whose gradients can be compared with those of transformers"
-        )
     last = batch.num_sequences - 1
     logprobs_T = worker.forward(batch, [range(last), [last]], temperature=1.0)["logprobs"]
     trained = batch.select(list(range(last)))

@@ -22,6 +22,7 @@ from rl_core.interfaces import (
     Plan,
     WeightBucket,
     WeightSender,
+    Worker,
     WorkerSpec,
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
@@ -52,9 +53,8 @@ from rl_transformers.rank.value_head import ValueScorer
 from rl_transformers.rank.weights import persistent_buffers
 
 
-class ScoringWorker:
-    """Implements `Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable` and `Inspectable` of `rl_core.interfaces`
-    for a single rank or one of several.
+class ScoringWorker(Worker):
+    """The `Worker` of a single rank or of one of several.
 
     All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
     that has no sequences left computes the shortest sequence of its batch and discards the result. The model runs
@@ -67,6 +67,8 @@ class ScoringWorker:
         shards: this rank's part of the model.
         routes_key: the key that enables router replay, for messages.
     """
+
+    can_offload = can_save_in_background = can_perturb = True
 
     def __init__(
         self, spec: WorkerSpec, device: torch.device, ranks: RankMesh | None, shards: Shards, *, routes_key: str
@@ -192,7 +194,7 @@ class ScoringWorker:
         start_writing(self.background, directory, self._state(), steps_done=self.steps_done, ranks=self.ranks)
 
     def has_saved(self) -> bool:
-        """See `BackgroundSaver`; raises what `BackgroundWriter.is_done` raises."""
+        """See `Worker.has_saved`; raises what `BackgroundWriter.is_done` raises."""
         return self.background is None or self.background.is_done()
 
     def load_state(self, directory: Path) -> None:

@@ -36,14 +36,10 @@ from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, ShapeError, WorkerError
 from rl_core.interfaces import (
     Backend,
-    BackgroundSaver,
     LossSpec,
     ModelConfig,
-    ModelProving,
-    Offloadable,
     OptimizerStep,
     OptimizerUpdate,
-    Perturbable,
     Worker,
 )
 from rl_core.rank_kit.state_files import write_state_list
@@ -57,7 +53,6 @@ from rl_core.testing.tensors import (
     require_same_names,
 )
 from rl_core.workers.group import MicroBatchLimits
-from rl_core.workers.rank import RankHost
 from rl_transformers.testing.bfloat16 import Baseline, make_batches, measure_results
 from rl_transformers.testing.cases import (
     LIMITS,
@@ -76,7 +71,6 @@ from rl_transformers.testing.cases import (
 from rl_transformers.testing.forced_routes import routers
 from rl_transformers.testing.models import make_checkpoint
 from rl_transformers.testing.parity import Measurement, write_down
-from rl_transformers.testing.rank_process import SuiteHost
 from rl_transformers.testing.ranks import ONE_MICRO_BATCH, PRELOADED, RankGroup
 from rl_transformers.testing.reference_worker import ReferenceWorker
 
@@ -140,7 +134,7 @@ PARITY_CHECKS = (
     "test_bfloat16_errs_by_little_more_than_plain_transformers",
 )
 """Checks of single variants that run on variants with `parity_only`. On these variants, `test_three_optimizer_steps`
-ends with one further step that checks offloading, if the worker is `Offloadable`."""
+ends with one further step that checks offloading, if the worker can offload."""
 
 
 class BackendConformance:
@@ -234,10 +228,7 @@ class BackendConformance:
         num_ranks = self.backend.mesh(case.spec.options, case.world_size).world_size
         assert num_ranks == case.world_size, f"the mesh for {case.world_size} ranks has world_size={num_ranks}"
         group = case.start()
-        for rank, abilities in enumerate(group.call(SuiteHost.fulfilled)):
-            assert {"Worker", "Inspectable"} <= abilities, (
-                f"rank {rank} implements only {sorted(abilities)}; expected Worker and Inspectable"
-            )
+        group.gradients()
         group.close()
 
     def test_a_missing_model_is_a_configuration_error(self, case: Case) -> None:
@@ -248,8 +239,8 @@ class BackendConformance:
     # --- model code of the backend ---
 
     def test_a_small_copy_of_the_model_is_computed_as_by_transformers(self, case: Case) -> None:
-        if not isinstance(self.backend, ModelProving):
-            pytest.skip("the backend does not implement the optional Protocol ModelProving")
+        if type(self.backend).prove is Backend.prove:
+            pytest.skip("the backend has no model code of its own")
         assert (reason := self.backend.prove(case.spec)) is None, f"the proof cannot run here: {reason}"
 
     # --- checks that change no state: most leave their ranks to the next check ---
@@ -296,7 +287,7 @@ class BackendConformance:
     @property
     def replays_kept_tokens(self) -> bool:
         """Whether the backend scores tokens among those that sampling kept."""
-        return getattr(self.backend, "replays_kept_tokens", False)
+        return self.backend.replays_kept_tokens
 
     def among_kept_tokens(self, case: Case) -> Batch:
         """The case's batch with kept tokens."""
@@ -556,7 +547,7 @@ class BackendConformance:
     def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()
         if not group.ranks.abilities.offload:
-            pytest.skip("the worker does not implement the optional Protocol Offloadable")
+            pytest.skip("the worker cannot offload")
         self.check_offloading(case, group, num_steps=3)
 
     def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
@@ -564,32 +555,32 @@ class BackendConformance:
         parameters return before the training pass, the optimizer state after it. Ranks and the case's reference must
         begin with the same state."""
         for batch in steps_of(case.batch)[:num_steps]:
-            group.call(Offloadable.offload, parameters=True, optimizer=True)
-            group.call(Offloadable.onload, parameters=True, optimizer=False)
+            group.call(Worker.offload, parameters=True, optimizer=True)
+            group.call(Worker.onload, parameters=True, optimizer=False)
             group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
-            group.call(Offloadable.onload, parameters=False, optimizer=True)
+            group.call(Worker.onload, parameters=False, optimizer=True)
             group.optim_step()
             backward(case.reference, batch, LOSS)
             case.reference.optim_step()
         before = group.weights()
-        group.call(Offloadable.offload, parameters=True, optimizer=True)
-        group.call(Offloadable.onload, parameters=True, optimizer=True)
+        group.call(Worker.offload, parameters=True, optimizer=True)
+        group.call(Worker.onload, parameters=True, optimizer=True)
         require_equal(group.weights(), before, "moved off the device and back")
         tolerance = self._weight_tolerance(case)
         self.require_close(case, "weights, offloaded", before, weights(case.reference), tolerance)
 
     def test_noise_changes_every_trained_weight_and_goes_bit_for_bit(self, case: Case) -> None:
         group = case.start()
-        if not all(group.call(RankHost.is_perturbable)):
-            pytest.skip("the worker does not implement the optional Protocol Perturbable")
+        if not group.ranks.abilities.perturb:
+            pytest.skip("the worker cannot perturb its weights")
         before = group.weights()
-        group.call(Perturbable.perturb, 1, 1.0)
+        group.call(Worker.perturb, 1, 1.0)
         noisy = group.weights()
         unmoved = [name for name, weight in noisy.items() if torch.equal(weight, before[name])]
         assert not unmoved or (case.spec.model.lora.rank and len(unmoved) < len(noisy)), f"no noise on {unmoved[:3]}"
         logprobs_T = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
         assert logprobs_T.isfinite().all(), "log-probs of the model with noise are not finite"
-        group.call(Perturbable.restore)
+        group.call(Worker.restore)
         require_equal(group.weights(), before, "noise added and removed")
 
     def test_frozen_parameters_do_not_change(self, case: Case) -> None:
@@ -633,14 +624,14 @@ class BackendConformance:
         group.call(Worker.load_state, case.directory / "state")
         require_equal(group.weights(), saved, "loaded, with frozen parameters")
         assert train_step(group, case) == step, "the step after loading differs from the step without loading"
-        if all(group.call(RankHost.is_perturbable)):
+        if group.ranks.abilities.perturb:
             before = group.weights()
-            group.call(Perturbable.perturb, 1, 1.0)
+            group.call(Worker.perturb, 1, 1.0)
             noisy = group.weights()
             assert {name for name in noisy if torch.equal(noisy[name], before[name])} == frozen, (
                 "noise on frozen weights"
             )
-            group.call(Perturbable.restore)
+            group.call(Worker.restore)
             require_equal(group.weights(), before, "noise added and removed")
 
     def test_the_gradient_is_clipped_by_its_global_norm(self, case: Case) -> None:
@@ -730,14 +721,14 @@ class BackendConformance:
     def test_a_state_saved_in_the_background_is_that_of_its_start(self, case: Case) -> None:
         first, second = case.start(), case.start()
         if not first.ranks.abilities.save_in_background:
-            pytest.skip("the worker does not implement the optional Protocol BackgroundSaver")
+            pytest.skip("the worker cannot save in the background")
         for directory in (case.directory / "state-1", case.directory / "state-2"):
             train_step(first, case)
             saved = first.weights()
-            first.call(BackgroundSaver.start_saving, directory)
+            first.call(Worker.start_saving, directory)
             train_step(first, case)
             deadline = time.monotonic() + self.timeout_s
-            while not all(first.call(BackgroundSaver.has_saved)):
+            while not all(first.call(Worker.has_saved)):
                 assert time.monotonic() < deadline, f"{directory.name} was not saved within {self.timeout_s:g} s"
             second.call(Worker.load_state, directory)
             require_equal(second.weights(), saved, "loaded")

@@ -20,7 +20,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import RLError
-from rl_core.interfaces import Backend, Inspectable, Offloadable, Plan, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import Backend, Plan, RankInfo, WorkerSpec
 from rl_core.rank_kit.process_group import JOINS_OPEN_STORE
 from rl_core.workers.rank import Abilities, RankHost
 
@@ -39,10 +39,6 @@ class SuiteHost(RankHost):
     def ask_on_part(self, batch: Batch, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
         """Like `ask`, for a method that takes this rank's part of a batch."""
         return self.ask(name, batch, plan, *args, **kwargs)
-
-    def fulfilled(self) -> set[str]:
-        """Returns which of the Protocols `Worker`, `Offloadable` and `Inspectable` the worker implements, by name."""
-        return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
 
 
 @attrs.frozen(kw_only=True)

@@ -34,7 +34,6 @@ from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
 from rl_core.interfaces import (
     Backend,
-    Inspectable,
     LossSpec,
     Manifest,
     OptimizerStep,
@@ -170,7 +169,7 @@ class ProcessRanks:
         try:
             start_s, nothing = max(timeout_s, _START_S), [((), {})] * mesh.world_size
             self.abilities: Abilities = self._exchange(SuiteHost.start, nothing, start_s)[0]
-            self._route_layers = self._exchange(RankHost.route_layers, nothing, start_s)
+            self._route_layers = self._exchange(Worker.route_layers, nothing, start_s)
         except BaseException:
             self._end("their start failed")
             raise
@@ -437,7 +436,7 @@ class RankGroup:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of all ranks, by name. Raises AssertionError if ranks that hold the same gradient disagree."""
         merged: dict[str, Tensor] = {}
-        for rank, gradients in enumerate(self.call(Inspectable.gradients)):
+        for rank, gradients in enumerate(self.call(Worker.gradients)):
             for name, gradient in gradients.items():
                 # A copy, because a worker in this process may return tensors that later passes change.
                 known = merged.setdefault(name, gradient.clone())

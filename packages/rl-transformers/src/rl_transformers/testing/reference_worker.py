@@ -19,12 +19,11 @@ from rl_core.batch import Batch, field_of
 from rl_core.errors import CheckpointError, ConfigError, WorkerError
 from rl_core.interfaces import (
     LossSpec,
-    Manifest,
     OptimizerStep,
     OptimizerUpdate,
     Plan,
     WeightBucket,
-    WeightSender,
+    Worker,
     WorkerSpec,
 )
 from rl_core.rank_kit.objectives import require_scores
@@ -33,7 +32,7 @@ from rl_transformers.proof.reference_models import as_in_a_checkpoint
 from rl_transformers.testing.forced_routes import forced_routes
 
 
-class ReferenceWorker:
+class ReferenceWorker(Worker):
     """A single-rank worker in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and
     the entropy bonus.
 
@@ -176,10 +175,6 @@ class ReferenceWorker:
         """Yields all parameters in float32 under the names of a Hugging Face checkpoint."""
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return pack_buckets(as_in_a_checkpoint(self.model, parameters).items(), max_bucket_bytes)
-
-    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends the buckets of `export_weights`."""
-        return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
         """Writes weights, optimizer state and number of steps to one file."""

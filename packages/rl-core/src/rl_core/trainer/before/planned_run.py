@@ -10,14 +10,7 @@ import attrs
 from rl_core.config import Config, engine_spec, needs_engine
 from rl_core.config.value_checks import longest_prompt
 from rl_core.errors import ConfigError
-from rl_core.interfaces import (
-    Backend,
-    EnginePlan,
-    ModelChecking,
-    Planner,
-    Role,
-    WorkerSpec,
-)
+from rl_core.interfaces import Backend, EnginePlan, Role, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
 from rl_core.rank_kit.shipped_configs import here_or_shipped
@@ -44,10 +37,10 @@ def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
     for role, (nodes, per_node) in model_shapes(config).items():
         # Only the schedule depends on the number of steps, and a plan does not need the schedule.
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
-        if not isinstance(backend, Planner):
+        if not backend.can_plan:
             raise ConfigError(
                 f"the backend {backend.name!r} cannot plan the memory of its ranks; set trainer.strategy=fsdp, which "
-                "can, or make the backend a Planner (docs/backends.md)",
+                "can, or define the backend's plan (docs/backends.md)",
                 key="trainer.strategy",
             )
         spec = attrs.evolve(spec, model=attrs.evolve(spec.model, path=here_or_shipped(spec.model.path)))
@@ -59,7 +52,6 @@ def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
 def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int) -> ModelOnRanks:
     """The memory plan of the model's ranks for sequences of up to `longest` tokens."""
     tokens, count = micro_batch_size(config, role, model.mesh, longest)
-    assert isinstance(model.backend, Planner)
     ranks = model.backend.plan(model.spec, model.mesh.world_size, micro_batch_tokens=tokens, num_micro_batches=count)
     optimizer = model.spec.optimizer
     return ModelOnRanks(
@@ -72,7 +64,7 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
 
 def require_fitting_models(config: Config) -> None:
     """Raises ConfigError if the ranks would refuse a model, as far as its backend can tell before the start
-    (`ModelChecking`)."""
+    (`Backend.check_model`)."""
     for role in model_shapes(config):
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
         require_fitting_model(config, backend, spec)
@@ -84,8 +76,7 @@ def require_fitting_model(config: Config, backend: Backend, spec: WorkerSpec) ->
     is_alone = trainer.max_tokens_per_microbatch <= 0 and (
         trainer.micro_train_batch_size_per_gpu == trainer.micro_forward_batch_size_per_gpu == 1
     )
-    if isinstance(backend, ModelChecking):
-        backend.check_model(spec, longest=longest_sequence(config), num_sequences=1 if is_alone else 2)
+    backend.check_model(spec, longest=longest_sequence(config), num_sequences=1 if is_alone else 2)
 
 
 def planned_engine(config: Config) -> EnginePlan | None:

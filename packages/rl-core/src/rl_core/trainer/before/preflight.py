@@ -28,7 +28,6 @@ from rl_core.interfaces import (
     Completion,
     Environment,
     GenerateRequest,
-    ModelProving,
     Role,
     Sampler,
 )
@@ -115,7 +114,7 @@ class NoSampler(Sampler):
 
 def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
     """Makes all checks of a training run that are possible before the start. Writes nothing but the record of a
-    successful comparison with transformers (`ModelProving.prove`).
+    successful comparison with transformers (`Backend.prove`).
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
@@ -533,7 +532,7 @@ def _prove_models(config: Config) -> tuple[str, ...]:
     for role in model_shapes(config):
         backend, spec = worker_spec(config, role, num_training_steps=None)
         with mistakes.gathered():
-            if isinstance(backend, ModelProving) and (reason := backend.prove(spec)) is not None:
+            if (reason := backend.prove(spec)) is not None:
                 where = f"{SECTIONS[role]}.model.path"
                 left.append(f"{where}: the model will be compared with transformers at the start ({reason})")
     mistakes.raise_found()

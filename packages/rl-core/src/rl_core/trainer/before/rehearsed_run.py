@@ -11,7 +11,7 @@ from rl_core.batch import Batch
 from rl_core.columns import FIELDS
 from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.interfaces import LossSpec, Plan, RehearsedPhase, Rehearser, Role
+from rl_core.interfaces import LossSpec, Plan, RehearsedPhase, Role
 from rl_core.layout.packing import padded_lengths
 from rl_core.trainer.before.memory_plan import ModelOnRanks
 from rl_core.trainer.before.planned_run import ArrangedModel, longest_sequence, micro_batch_size
@@ -39,7 +39,7 @@ def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> Rehears
     Raises:
         ConfigError: the backend cannot rehearse, or cannot rehearse this configuration.
     """
-    if not isinstance(model.backend, Rehearser):
+    if not model.backend.can_rehearse:
         raise ConfigError(
             f"the backend {model.backend.name!r} cannot rehearse a step; see its planned memory with rl plan, or set "
             "trainer.strategy=fsdp, which can",

@@ -21,7 +21,7 @@ from rl_core.config import (
     objective_of,
 )
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Backend, LossSpec, ModelConfig, PrefixSharing, Role, WorkerSpec
+from rl_core.interfaces import Backend, LossSpec, ModelConfig, Role, WorkerSpec
 from rl_core.trainer.loop.rollouts import RolloutSettings
 from rl_core.trainer.loop.training_loop import LoopSettings
 from rl_core.trainer.publishing.serving import ServingSettings
@@ -105,7 +105,7 @@ def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
     reason = None
     if not config.trainer.use_sample_packing:
         reason = "the rows of a padded micro-batch are computed separately; set trainer.use_sample_packing=true"
-    elif not (isinstance(backend, PrefixSharing) and backend.shares_prefixes(options)):
+    elif not backend.shares_prefixes(options):
         reason = f"the backend {backend.name!r} computes every sequence separately; choose another backend"
     if asked is True and reason is not None:
         raise ConfigError(f"{reason}, or trainer.share_prefixes=auto", key="trainer.share_prefixes")

@@ -18,7 +18,7 @@ from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config, needs_engine, needs_reference
 from rl_core.errors import ConfigError, ConfigErrors
-from rl_core.interfaces import Backend, OwnLosses
+from rl_core.interfaces import Backend
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.update.batch_update import UpdateSettings, prepared
 
@@ -106,7 +106,7 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
 def _unfit_backend(config: Config) -> Iterator[ConfigError]:
     backend: Backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
     section = backend.config_section
-    if isinstance(backend, OwnLosses) and backend.has_own_losses(config.trainer.policy.options(section)):
+    if backend.has_own_losses(config.trainer.policy.options(section)):
         yield ConfigError(
             f"enables auxiliary losses, which are weighted over a whole mini-batch, but {_KEY}=true computes them part "
             f"by part. Switch the losses off, or set {_KEY}=false",

@@ -144,9 +144,9 @@ class WeightVerification:
                 self._usual,
             )
             return
-        if not await self._policy.is_perturbable():
+        if not self._policy.can_perturb:
             logger.warning(
-                "the training backend cannot perturb its weights (it is not Perturbable), so nothing proves that each "
+                "the training backend cannot perturb its weights (Worker.can_perturb), so nothing proves that each "
                 "tensor arrives; if a tensor does not arrive, rollout/logprob_diff_max grows"
             )
             return

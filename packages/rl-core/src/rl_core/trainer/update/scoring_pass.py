@@ -14,7 +14,7 @@ import attrs
 from rl_core import plugins
 from rl_core.config import Config, needs_critic, needs_engine
 from rl_core.function_settings import positional_parameters
-from rl_core.interfaces import Backend, LossSpec, RouteRecording
+from rl_core.interfaces import Backend, LossSpec
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.update.batch_advantages import Estimator
 
@@ -112,6 +112,6 @@ def _reader(
 def _of_backend(config: Config, backend: Backend) -> str | None:
     """Describes why the backend cannot train without the scoring pass; None if it can."""
     options = config.trainer.policy.options(backend.config_section)
-    if isinstance(backend, RouteRecording) and backend.records_routes(options):
+    if backend.records_routes(options):
         return f"training replays the routes of the scoring pass (trainer.policy.{backend.config_section})"
     return None
