@@ -481,6 +481,14 @@ def test_a_transport_of_one_machine_is_refused_if_the_policy_trains_on_several()
     cuda_ipc.validate_nodes(1)
 
 
+def test_adapters_without_base_weights_are_refused_for_engines_that_take_only_whole_weights(functions: dict[str, Any]):
+    adapter = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.merge_lora": False}
+    model = {"trainer.policy.model.path": "model", **functions, **adapter}
+    check_plugins(from_mapping({**model, "generator.inference_engine.backend": "vllm"}))
+    with pytest.raises(ConfigError, match="merge_lora: got false, but the engine 'local' accepts only whole weights"):
+        check_plugins(from_mapping({**model, "generator.inference_engine.backend": "local"}))
+
+
 def test_weight_sync_delta_is_refused_for_adapters_and_for_engines_without_deltas(functions: dict[str, Any]):
     key, model = "generator.inference_engine.weight_sync_delta", {"trainer.policy.model.path": "model", **functions}
     check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": "local"}))

@@ -210,12 +210,16 @@ PREPARED = "test_a_prepared_version_is_served_when_its_own_sync_says_so"
 class ServesWhatIsPrepared(FaultyEngine):
     """Serves prepared weights immediately."""
 
+    can_prepare_weights = True
+
     async def prepare_weights(self, rendezvous, version):
         await self.update_weights(rendezvous, version)
 
 
 class LoadsWhatWasPreparedFirst(FaultyEngine):
     """Always loads the weights that it prepared first, even if a later sync of the same version replaced them."""
+
+    can_prepare_weights = True
 
     async def prepare_weights(self, rendezvous, version):
         receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
@@ -228,7 +232,18 @@ class LoadsWhatWasPreparedFirst(FaultyEngine):
         return manifest
 
 
+class HidesItsSleep(FaultyEngine):
+    can_sleep = False
+
+
+class ClaimsToScore(FaultyEngine):
+    can_score = True
+
+
+FLAGS = "test_its_flags_say_which_methods_it_defines"
 WRONG_ENGINES = [
+    (HidesItsSleep, FLAGS),
+    (ClaimsToScore, FLAGS),
     (ServesWhatIsPrepared, PREPARED),
     (LoadsWhatWasPreparedFirst, PREPARED),
     (SlightlyWrongLogprobs, "test_logprobs_are_the_models_own"),

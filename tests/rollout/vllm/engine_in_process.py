@@ -10,7 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Completion, GenerateRequest, InferenceClient, Manifest, Rendezvous
+from rl_core.interfaces import (
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    InferenceClient,
+    Manifest,
+    PauseMode,
+    Rendezvous,
+)
 
 _TIMEOUT_S = 600.0
 
@@ -34,7 +42,10 @@ class EngineInProcess(InferenceClient):
             worker_extension_cls=WORKER_EXTENSION,
             **arguments,
         )
-        self.vocab_size = self.llm.model_config.get_vocab_size()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llm.model_config.get_vocab_size()
 
     def forgetful(self) -> EngineInProcess:
         """Makes the engine forget which tensors earlier versions had; returns the engine."""
@@ -42,11 +53,20 @@ class EngineInProcess(InferenceClient):
         worker.__dict__.pop("rl_held", None)
         return self
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         """Does nothing: no request runs between two calls."""
 
     async def resume(self) -> None:
         """Does nothing: nothing was paused."""
+
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        """Does nothing: no request runs between two calls."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(version=0, num_running=0, num_waiting=0)
+
+    async def close(self) -> None:
+        """Does nothing: the engine ends with its process."""
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         from rl_rollout.vllm.wire import manifest_of

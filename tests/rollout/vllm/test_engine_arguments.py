@@ -101,12 +101,6 @@ def test_adapters_that_cannot_be_served_alone_are_refused_before_anything_starts
         vllm.validate(make_spec(tmp_path, tmp_path, lora={**lora, "merge_lora": False}, **engine))
 
 
-def test_the_local_engine_refuses_adapters_without_base_weights(tmp_path: Path):
-    spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
-    with pytest.raises(ConfigError, match="merge_lora: got false, but the local engine accepts only whole weights"):
-        local.validate(spec)
-
-
 @pytest.mark.parametrize(
     "engine", [{"tensor_parallel_size": 2, "expert_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 )

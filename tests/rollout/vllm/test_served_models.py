@@ -65,7 +65,7 @@ def lora(**fields: object) -> dict[str, object]:
         (
             "base",
             {"generator.inference_engine.backend": "local"},
-            "url: got inference_engine, but the engine 'local' serves only the policy",
+            "model: got 'base' with url=inference_engine: the engine 'local' serves only the policy",
         ),
         ("base", {}, "model: got 'base' with url=inference_engine: the servers hold only the policy"),
         (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import attrs
 import numpy as np
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, PluginError
 from rl_core.interfaces.training import LoraConfig
 from rl_core.interfaces.weights import Manifest, Rendezvous
 
@@ -128,8 +128,10 @@ class EngineHealth:
     num_waiting: int
 
 
-def _unsupported(plugin: object, method: str) -> NotImplementedError:
-    return NotImplementedError(f"{type(plugin).__name__} defines no `{method}`")
+def _unsupported(plugin: object, method: str) -> PluginError:
+    return PluginError(
+        f"{type(plugin).__name__} defines no `{method}`; a flag says so, which the caller has to ask first"
+    )
 
 
 class Sampler(Protocol):

@@ -58,6 +58,11 @@ _TRUNCATED = (
 _TRIES = 3
 """Number of tries of a check that needs a request under way. On a busy machine a request may finish before the pause or
 the abort. Such a try tests nothing, so another follows."""
+_METHODS_OF = {
+    "can_sleep": ("sleep", "wake"),
+    "can_score": ("score", "vocab_size"),
+    "can_prepare_weights": ("prepare_weights",),
+}
 
 
 @attrs.define(eq=False)
@@ -420,6 +425,16 @@ class InferenceClientConformance:
             self.test_logprobs_are_the_models_own(bench)
             (completion,) = bench.generate(bench.request("version", SamplingParams(max_tokens=5)))[0]
             assert set(completion.policy_versions) == {version}
+
+    def test_its_flags_say_which_methods_it_defines(self, bench: Bench) -> None:
+        client = bench.client
+        for flag, methods in _METHODS_OF.items():
+            for method in methods:
+                defines = getattr(type(client), method) is not getattr(InferenceClient, method)
+                assert getattr(client, flag) == defines, (
+                    f"{flag} is {getattr(client, flag)}, but {type(client).__name__} defines "
+                    f"{'' if defines else 'no '}{method}: the run reads the flag"
+                )
 
     def test_a_prepared_version_is_served_when_its_own_sync_says_so(self, bench: Bench) -> None:
         client = bench.client
