@@ -295,6 +295,7 @@ def test_independent_mistakes_are_reported_together(rl: Run):
         "trainer.logger",
         "trainer.logger",
         "trainer.callbacks",
+        "trainer.policy.slim_config.width",
     ]
 
 

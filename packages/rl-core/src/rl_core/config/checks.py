@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 from rl_core import plugins
+from rl_core.config.checking import passes
 from rl_core.config.context import EVALUATION, TRAINING, require_room_for_responses
 from rl_core.config.file_checks import gather_data, gather_policy_model
 from rl_core.config.function_params import (
@@ -42,33 +43,6 @@ _GREEDY_TOP_P = 1e-6
 _TRANSPORT = "generator.inference_engine.weight_sync_backend"
 _PLAYING = ("generator.type", "environment.env_class", "generator.inference_engine.backend")
 """Keys that name the plug-ins that generate and score responses."""
-_GENERATOR_READS = (
-    "generator.type",
-    "generator.max_turns",
-    "generator.max_input_length",
-    "environment",
-    "trainer.policy.model.path",
-)
-_CONTEXT_READS = (
-    "trainer.policy.model.path",
-    "generator.inference_engine.engine_init_kwargs",
-)
-_SAMPLING_READS = (
-    "generator.sampling_params",
-    "generator.inference_engine.backend",
-    "trainer.algorithm.temperature",
-)
-_ENGINE_READS = (
-    "generator.inference_engine.backend",
-    "generator.inference_engine.num_engines",
-    "generator.inference_engine.max_num_seqs",
-    "generator.sampling_params",
-    "generator.eval_sampling_params",
-    "trainer.policy.model",
-    "trainer.generation_timeout_s",
-    "trainer.num_threads",
-    "trainer.seed",
-)
 
 
 def gather_playing(
@@ -107,17 +81,15 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
     """Records the errors that `check_plugins` would raise. Leaves out errors that follow from earlier mistakes."""
     _gather_unloadable(config, GROUPS, mistakes)
-    has_loss = not mistakes.about(_LOSS) and mistakes.passes(_check_loss, config)
-    if has_loss and not mistakes.about("trainer.max_staleness", "trainer.pipeline_depth"):
-        mistakes.passes(_check_correction, config)
-    if not mistakes.about("trainer.strategy"):
-        mistakes.passes(_check_routes, config)
-    if not mistakes.about("trainer.strategy", *_SAMPLING_READS) and _has_engine(config, mistakes):
-        mistakes.passes(_check_sampled_distribution, config)
-    if not mistakes.about(_TRANSPORT) and _has_engine(config, mistakes):
-        mistakes.passes(_check_transport, config)
-    if not mistakes.about(_ESTIMATOR) and mistakes.passes(advantage_params, config):
-        mistakes.passes(needs_greedy_answers, config)
+    has_loss = passes(mistakes, _check_loss, config)
+    if has_loss:
+        passes(mistakes, _check_correction, config)
+    passes(mistakes, _check_routes, config)
+    if _has_engine(config, mistakes):
+        passes(mistakes, _check_sampled_distribution, config)
+        passes(mistakes, _check_transport, config)
+    if passes(mistakes, advantage_params, config):
+        passes(mistakes, needs_greedy_answers, config)
         if needs_critic(config):
             _gather_critic(config, mistakes)
         if has_loss:
@@ -129,8 +101,7 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
 
 def _gather_reference(config: Config, mistakes: Mistakes) -> None:
     """Records every mistake that prevents the reference from computing log-probs, on ranks or in an engine."""
-    if not mistakes.about("trainer.placement"):
-        mistakes.add(*reference_apart(config))
+    passes(mistakes, reference_apart, config)
     reference = config.trainer.ref
     if reference.inference_backend is None and reference.inference_options:
         mistakes.add(
@@ -140,8 +111,8 @@ def _gather_reference(config: Config, mistakes: Mistakes) -> None:
                 key="trainer.ref.inference_options",
             )
         )
-    if reference.inference_backend is not None and not mistakes.about("trainer.ref", *_ENGINE_READS):
-        mistakes.passes(_validate_reference_engine, config)
+    if reference.inference_backend is not None:
+        passes(mistakes, _validate_reference_engine, config)
 
 
 def _validate_reference_engine(config: Config) -> None:
@@ -180,13 +151,10 @@ def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) 
 
 def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
     """Records the errors that the generator and the engine raise for their specs."""
-    if not mistakes.about(*_GENERATOR_READS):
-        mistakes.passes(_validate_generator, config)
+    passes(mistakes, _validate_generator, config)
     gather_room(config, mistakes)
-    if not mistakes.about(*_ENGINE_READS) and _has_engine(config, mistakes):
-        is_valid = mistakes.passes(_validate_engine, config)
-        if is_valid and not mistakes.about("environment"):
-            mistakes.passes(require_servable_models, config)
+    if _has_engine(config, mistakes) and passes(mistakes, _validate_engine, config):
+        passes(mistakes, require_servable_models, config)
 
 
 def _has_engine(config: Config, mistakes: Mistakes) -> bool:
@@ -211,8 +179,8 @@ def gather_room(config: Config, mistakes: Mistakes) -> None:
     for sampling in (TRAINING, EVALUATION):
         key = f"{sampling}.max_generate_length"
         # By default, evaluation has the maximum length of training. The same mistake is recorded only once.
-        if value_at(config, key) not in lengths and not mistakes.about(*_CONTEXT_READS, key):
-            mistakes.passes(require_room_for_responses, config, sampling)
+        if value_at(config, key) not in lengths:
+            passes(mistakes, require_room_for_responses, config, sampling)
         lengths.append(value_at(config, key))
 
 
@@ -275,9 +243,9 @@ def _check_sampled_distribution(config: Config) -> None:
         )
     if sampling.extra_args and not config.generator.inference_engine.weight_verification.prove_at_start:
         raise ConfigError(
-            "generator.inference_engine.weight_verification.prove_at_start: got false, but only this proof shows "
-            f"that generator.sampling_params.extra_args ({', '.join(sampling.extra_args)}) keeps log-probs exact; set "
-            "prove_at_start=true, or remove extra_args"
+            "got false, but only this proof shows that generator.sampling_params.extra_args "
+            f"({', '.join(sampling.extra_args)}) keeps log-probs exact; set prove_at_start=true, or remove extra_args",
+            key="generator.inference_engine.weight_verification.prove_at_start",
         )
     if not sampling.is_truncated:
         return
@@ -408,8 +376,7 @@ def _require_pairs(config: Config) -> None:
 
 def _gather_critic(config: Config, mistakes: Mistakes) -> None:
     key = "trainer.critic_mini_batch_size"
-    if not mistakes.about(key, "trainer.train_batch_size"):
-        mistakes.add(*undivided_batch(config, key))
+    passes(mistakes, undivided_batch, config, key)
     placement = config.trainer.placement
     policy, critic = placement.policy_shape, placement.critic_shape
     if placement.colocate_all and policy != critic:

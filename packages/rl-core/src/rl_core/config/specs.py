@@ -138,9 +138,10 @@ def _require_accepted_arguments(plugin: EnginePlugin, config: Config) -> None:
     for name, sampling in (("sampling", generator.sampling_params), ("eval_sampling", generator.eval_sampling_params)):
         if sampling.extra_args and not plugin.accepts_extra_args:
             raise ConfigError(
-                f"generator.{name}_params.extra_args: got {', '.join(map(str, sampling.extra_args))}, but the engine "
+                f"got {', '.join(map(str, sampling.extra_args))}, but the engine "
                 f"{generator.inference_engine.backend!r} has no further sampling parameters; remove this key, or "
-                "choose an engine that has them, such as generator.inference_engine.backend=vllm"
+                "choose an engine that has them, such as generator.inference_engine.backend=vllm",
+                key=f"generator.{name}_params.extra_args",
             )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from rl_core.config.checking import passes
 from rl_core.config.resolving import RULES, value_at
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, Mistakes
@@ -51,9 +52,8 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
     """Records the errors that `check_values` would raise."""
     gather_directories(config, mistakes)
     gather_out_of_bounds(config, mistakes)
-    for check, keys in _VALUE_CHECKS.items():
-        if not mistakes.about(*keys):
-            mistakes.add(*check(config))
+    for check in _VALUE_CHECKS:
+        passes(mistakes, check, config)
 
 
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
@@ -62,9 +62,8 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
     gather_out_of_bounds(
         config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and not key.startswith(_TRAINING)
     )
-    mistakes.add(*_reward_functions(config))
-    if not mistakes.about("generator.sampling_params", "generator.eval_sampling_params"):
-        mistakes.add(*_sampling(config))
+    passes(mistakes, _reward_functions, config)
+    passes(mistakes, _sampling, config)
 
 
 def gather_out_of_bounds(
@@ -306,23 +305,17 @@ def _reward_functions(config: Config) -> Iterator[ConfigError]:
         )
 
 
-_VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] = {
-    _training_temperature: (),
-    _sampling: (),
-    _lora: tuple(f"trainer.policy.model.lora.{key}" for key in ("rank", "max_loras", "max_cpu_loras")),
-    _placement: ("trainer.placement",),
-    _mini_batches: ("trainer.train_batch_size", "trainer.policy_mini_batch_size"),
-    _pipeline: ("trainer.max_staleness", "trainer.pipeline_depth"),
-    _token_budget: (
-        "trainer.max_prompt_length",
-        "generator.max_input_length",
-        "generator.sampling_params.max_generate_length",
-    ),
-    _groups: ("generator.n_samples_per_prompt",),
-    _kl: (),
-    _reduction: (),
-    _resume: (),
-    _reward_functions: (),
-}
-"""Check → keys that must be valid for the check to make sense. The check is skipped if one of the keys already has a
-mistake."""
+_VALUE_CHECKS = (
+    _training_temperature,
+    _sampling,
+    _lora,
+    _placement,
+    _mini_batches,
+    _pipeline,
+    _token_budget,
+    _groups,
+    _kl,
+    _reduction,
+    _resume,
+    _reward_functions,
+)

@@ -71,14 +71,15 @@ def require_sampling_arguments(spec: EngineSpec) -> None:
         for name, value in sampling.extra_args.items():
             key = f"generator.{section}.extra_args.{name}"
             if name in _OWN_KEYS:
-                raise ConfigError(f"{key}: set it with {_OWN_KEYS[name].format(section=section)}")
+                raise ConfigError(f"set it with {_OWN_KEYS[name].format(section=section)}", key=key)
             if name in _FIXED:
-                raise ConfigError(f"{key}: cannot be set, because {_FIXED[name]}; remove it")
+                raise ConfigError(f"cannot be set, because {_FIXED[name]}; remove it", key=key)
             if name in CHANGING and section == "sampling_params":
                 raise ConfigError(
-                    f"{key}: it changes the distribution from which vLLM samples, and the trainer cannot repeat the "
-                    "change when it computes the log-probs of responses; remove it, or set it only in "
-                    "generator.eval_sampling_params.extra_args"
+                    "it changes the distribution from which vLLM samples, and the trainer cannot repeat the change "
+                    "when it computes the log-probs of responses; remove it, or set it only in "
+                    "generator.eval_sampling_params.extra_args",
+                    key=key,
                 )
             if find_spec("vllm") is not None:
                 _require_field(key, name, value)
@@ -94,13 +95,14 @@ def _require_field(key: str, name: str, value: Any) -> None:
     fields = {name: text for name, text in sampling_fields().items() if not name.startswith("_")}
     if name not in fields:
         raise ConfigError(
-            f"{key}: vLLM's SamplingParams has no such field.{nearest(name, fields)} What vLLM itself calls "
-            "extra_args is set with extra_args.extra_args"
+            f"vLLM's SamplingParams has no such field.{nearest(name, fields)} What vLLM itself calls extra_args is set "
+            "with extra_args.extra_args",
+            key=key,
         )
     try:
         msgspec.convert(value, _type_of(fields[name]), str_keys=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{key}: got {value!r}; vLLM expects {fields[name]}: {error}") from error
+        raise ConfigError(f"got {value!r}; vLLM expects {fields[name]}: {error}", key=key) from error
 
 
 def sampling_fields() -> Mapping[str, str]:
@@ -128,4 +130,4 @@ async def try_sampling_arguments(client: Sampler, spec: EngineSpec) -> None:
             name = f"try-{uuid.uuid4().hex}"
             await client.generate(GenerateRequest(sample_id=name, prompt_tokens=_PROBE, params=params, seed=spec.seed))
         except GenerationError as error:
-            raise ConfigError(f"generator.{section}.extra_args: {error}") from error
+            raise ConfigError(str(error), key=f"generator.{section}.extra_args") from error

@@ -195,8 +195,9 @@ def _require_known_names(model: PreTrainedModel, lora: LoraConfig, where: str) -
         if unknown:
             ends = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"{where}.model.lora.{key}: no linear layer of {type(model).__name__} is called {', '.join(unknown)}; "
-                f"its linear layers are {', '.join(ends)}"
+                f"no linear layer of {type(model).__name__} is called {', '.join(unknown)}; its linear layers are "
+                f"{', '.join(ends)}",
+                key=f"{where}.model.lora.{key}",
             )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from rl_core import hub, plugins
 from rl_core.config import Config, Loaded, generator_spec, needs_engine
+from rl_core.config.checking import passes, result_of
 from rl_core.config.checks import gather_playing, gather_plugins, gather_room
 from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.file_checks import gather_files, require_no_adapter, why_not_created
@@ -54,47 +55,7 @@ from rl_core.trainer.update.batch_update import UpdateSettings
 
 logger = logging.getLogger(__name__)
 
-_RANKS_READ = (
-    "trainer.strategy",
-    "trainer.placement",
-    "trainer.train_batch_size",
-    "trainer.policy_mini_batch_size",
-    "trainer.critic_mini_batch_size",
-    "trainer.update_epochs_per_batch",
-    "trainer.logprobs_chunk_size",
-    "trainer.num_threads",
-    "trainer.seed",
-)
-"""Keys that determine the ranks of every model. If one of them has a mistake, no model is checked."""
-_UPDATE_READS = (
-    "trainer.algorithm",
-    "trainer.policy_mini_batch_size",
-    "trainer.critic_mini_batch_size",
-    "trainer.update_epochs_per_batch",
-    "trainer.micro_train_batch_size_per_gpu",
-    "trainer.micro_forward_batch_size_per_gpu",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.max_consecutive_nonfinite_steps",
-    "trainer.max_staleness",
-    "trainer.pipeline_depth",
-    "trainer.seed",
-)
-_STREAMING_READS = (
-    "generator.type",
-    "generator.n_samples_per_prompt",
-    "trainer.strategy",
-    "trainer.placement",
-    "trainer.train_batch_size",
-    "trainer.policy",
-)
-_BUDGET_READS = (
-    "trainer.max_tokens_per_microbatch",
-    "trainer.max_prompt_length",
-    "generator.max_input_length",
-    "generator.sampling_params.max_generate_length",
-)
 _TRAINING_DATA = ("data.train_data", "data.val_data")
-_DIRECTORIES = ("trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "trainer.export_path")
 
 
 _FEW = 32
@@ -137,13 +98,11 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
     rows = _gather_rows(loaded, _TRAINING_DATA, mistakes)
     _gather_prompts(config, rows, mistakes, makes=loaded.makes)
     _gather_ranks(config, rows["data.train_data"], mistakes)
-    if not mistakes.about(*_DIRECTORIES):
-        mistakes.passes(require_unused, config)
-        mistakes.passes(require_own_files, config)
-    if not mistakes.about(*_DIRECTORIES, "trainer.resume_mode", "trainer.resume_path"):
-        now = _fingerprint(config, rows)
-        if mistakes.passes(_require_resumable, config, now) and says_changes and now is not None:
-            say_changes(config, now)
+    passes(mistakes, require_unused, config)
+    passes(mistakes, require_own_files, config)
+    now = _fingerprint(config, rows)
+    if passes(mistakes, _require_resumable, config, now) and says_changes and now is not None:
+        say_changes(config, now)
     mistakes.raise_found()
     # Last, and only if everything else is right, because it takes seconds.
     left = _prove_models(config)
@@ -453,24 +412,21 @@ def _require_environment(row: DataRow, name: str | None) -> None:
 def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes: Mistakes) -> None:
     """Notes mistakes in algorithm settings and in the number of steps. Also notes models that the backend cannot train,
     and notes if Ray is needed but not installed."""
-    if not mistakes.about(*_UPDATE_READS):
-        with mistakes.gathered():
-            update = update_settings(config)
-            _try_estimator(config, update)
-            if config.trainer.stream_groups and not mistakes.about(*_STREAMING_READS):
-                require_streamable(config, update)
+    passes(mistakes, _require_update, config)
     # Data that the recipe will create cannot be counted yet. For these checks, any schedule length will do.
-    steps, roles = sys.maxsize, []
-    if not mistakes.about("trainer.epochs", "trainer.train_batch_size", "trainer.max_training_steps"):
-        with mistakes.gathered():
-            steps = _planned_steps(config, train_rows)
-    if not mistakes.about(*_RANKS_READ, "trainer.algorithm.advantage_estimator"):
-        with mistakes.gathered():
-            roles = list(model_shapes(config))
+    steps = result_of(mistakes, _planned_steps, config, train_rows) or sys.maxsize
+    roles = list(result_of(mistakes, model_shapes, config) or ())
     for role in roles:
-        if not mistakes.about(SECTIONS[role]):
-            mistakes.passes(_require_trainable, config, role, steps, mistakes)
-    mistakes.passes(_require_ray, config, roles)
+        passes(mistakes, _require_trainable, config, role, steps)
+    passes(mistakes, _require_ray, config, roles)
+
+
+def _require_update(config: Config) -> None:
+    """Requires settings with which a batch can be trained on, and, if steps are streamed, single groups."""
+    update = update_settings(config)
+    _try_estimator(config, update)
+    if config.trainer.stream_groups:
+        require_streamable(config, update)
 
 
 def _try_estimator(config: Config, update: UpdateSettings) -> None:
@@ -499,15 +455,14 @@ def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:
     return steps
 
 
-def _require_trainable(config: Config, role: Role, num_training_steps: int, known: Mistakes) -> None:
+def _require_trainable(config: Config, role: Role, num_training_steps: int) -> None:
     """Requires that the backend can train this model, and that the longest sequence fits into a micro-batch."""
     nodes, per_node = model_shapes(config)[role]
     backend, spec = worker_spec(config, role, num_training_steps=num_training_steps)
     with _keys_of(role, backend.config_section):
         backend.validate(spec, nodes * per_node)
-    if not known.about(*_BUDGET_READS):
-        require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
-        require_fitting_model(config, backend, spec)
+    require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
+    require_fitting_model(config, backend, spec)
 
 
 def _require_ray(config: Config, roles: Sequence[Role]) -> None:

@@ -347,8 +347,9 @@ def verification_of(
     if not client.can_score:
         if settings.extra_args:
             raise ConfigError(
-                f"generator.sampling_params.extra_args: got {', '.join(settings.extra_args)}, but this engine cannot "
-                "score tokens, so nothing shows that the trainer's log-probs stay exact; remove this key"
+                f"got {', '.join(settings.extra_args)}, but this engine cannot score tokens, so nothing shows that the "
+                "trainer's log-probs stay exact; remove this key",
+                key="generator.sampling_params.extra_args",
             )
         logger.warning("the inference engine cannot score tokens: its weights are not verified")
         return None
