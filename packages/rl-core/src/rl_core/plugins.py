@@ -42,7 +42,7 @@ _NAMES = {
     ("rl-rollout", "rl_core.weight_transports"): "files broadcast shared_memory cuda_ipc",
     ("rl-rollout", "rl_core.environments"): "reward_functions",
     ("rl-environments", "rl_core.environments"): (
-        "code mathematics calculator gsm8k_turns judge reasoning_gym search skyrl_gym"
+        "code mathematics calculator gsm8k_turns judge reasoning_gym search skyrl_gym verifiers"
     ),
     ("rl-examples", "rl_core.environments"): (
         "arithmetic gsm8k capitals guess pocket_calculator broken_pocket_calculator look_up mixed_up_look_up "
