@@ -3,6 +3,8 @@ reason."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -194,3 +196,15 @@ def test_tables_of_foreign_keys_contain_no_own_key_and_their_successors_exist():
     successors = {successor.partition("=")[0] for successor in named}
     elsewhere = ("trainer.algorithm.policy_loss_params.", *(f"trainer.{model}.fsdp_config." for model in MODELS))
     assert {key for key in successors if not key.startswith(elsewhere)} <= known
+
+
+def test_a_configuration_with_own_keys_does_not_load_the_names_of_other_trainers():
+    code = (
+        "import sys; from rl_core.config import from_mapping; "
+        "from_mapping({{'trainer.epochs': 2, 'trainer.strategy': 'fsdp2'{}}}); "
+        "assert ('rl_core.config.keys' in sys.modules) is {}"
+    )
+    subprocess.run([sys.executable, "-c", code.format("", False)], check=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code.format(", 'trainer.flash_attn': True", True)], check=True
+    )

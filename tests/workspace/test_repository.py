@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 
@@ -103,3 +104,24 @@ def test_hints_say_where_packages_of_the_project_are_installed_from():
     wanted = [line for line in lines if re.search(r"pip install [^#(]*[\"' ]rl-\w+", line)]
     assert not [line for line in wanted if "--find-links" not in line and "./packages/" not in line]
     assert any("./packages/" in line for line in lines)
+
+
+SECTIONS = ("trainer.", "generator.", "environment.", "data.")
+
+
+def keys_in_texts(source: str) -> list[int]:
+    """The lines of errors whose text begins with a configuration key, which belongs into the argument `key`."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "").endswith("Error"):
+            text = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            begin = str(getattr(text, "value", "")).partition(" ")[0]
+            lines += [node.lineno] if begin.startswith(SECTIONS) and begin.endswith(":") else []
+    return lines
+
+
+def test_an_error_carries_its_key_outside_of_its_text():
+    found = {name: keys_in_texts(text_of(name)) for name in git_files("packages/*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert keys_in_texts('raise ConfigError(f"trainer.epochs: got {epochs}")') == [1]
+    assert keys_in_texts('raise ConfigError(f"got {epochs}", key="trainer.epochs")') == []

@@ -1,4 +1,5 @@
-"""Translates the keys of other trainers, so that users can bring their launch scripts.
+"""Translates the keys of other trainers, so that users can bring their launch scripts. Loaded only for a key that the
+core does not declare, and by `rl import-config`.
 
 A foreign key that has another name here is loaded under that name, or is an error that says what to write instead.
 Loading causes a warning; only `ALIASES` and `MODELS_OF` cause none. A foreign key without a counterpart is an error
@@ -14,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.config.layers import ConfigWarning, Given, Layer
+from rl_core.config.layers import ConfigWarning, Given, Layer, own_spelling
 from rl_core.errors import ConfigError, Mistakes
 
 ALIASES = {
@@ -33,17 +34,6 @@ ALIASES = {
 MODELS_OF = {"train": ("policy", "critic"), "eval": ("ref",)}
 """`<backend>_config.train.<key>` sets the key in the backend section of each model that is listed here for `train`. The
 same holds for `eval`."""
-
-VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
-    ("trainer.strategy", "fsdp2"): "fsdp",
-    ("trainer.resume_mode", None): "none",
-    ("trainer.tags", None): (),
-    ("data.val_data", None): (),
-    ("generator.sampling_params.stop", None): (),
-    ("generator.inference_engine.weight_sync_backend", "nccl"): "broadcast",
-    ("generator.inference_engine.weight_sync_backend", "gloo"): "broadcast",
-}
-"""(key here, alternative spelling of its value) → value. Accepted without a warning."""
 
 _ENGINE = "generator.inference_engine."
 _ASYNC = "trainer.fully_async."
@@ -415,7 +405,7 @@ def translated(
         with mistakes.gathered():
             for key in _keys(path):
                 found = _here(key, given, is_of_a_plugin, values)
-                kept += [(here, _translated_value(here, value)) for here, value in found]
+                kept += [(here, own_spelling(here, value)) for here, value in found]
     return kept
 
 
@@ -426,13 +416,6 @@ def _keys(path: str) -> Sequence[str]:
     if section.endswith("_config") and models in MODELS_OF and key:
         return [f"trainer.{model}.{section}.{key}" for model in MODELS_OF[models]]
     return [path]
-
-
-def _translated_value(path: str, given: Given) -> Given:
-    is_hashable = given.value is None or isinstance(given.value, str)
-    if is_hashable and (path, given.value) in VALUE_ALIASES:
-        return attrs.evolve(given, value=VALUE_ALIASES[path, given.value], text=None)
-    return given
 
 
 def _here(

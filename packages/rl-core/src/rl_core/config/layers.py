@@ -40,6 +40,26 @@ class Given:
 Layer = list[tuple[str, Given]]
 
 
+VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
+    ("trainer.strategy", "fsdp2"): "fsdp",
+    ("trainer.resume_mode", None): "none",
+    ("trainer.tags", None): (),
+    ("data.val_data", None): (),
+    ("generator.sampling_params.stop", None): (),
+    ("generator.inference_engine.weight_sync_backend", "nccl"): "broadcast",
+    ("generator.inference_engine.weight_sync_backend", "gloo"): "broadcast",
+}
+"""(key here, alternative spelling of its value) → value. Accepted without a warning."""
+
+
+def own_spelling(path: str, given: Given) -> Given:
+    """The value in this project's spelling, if it has another one in `VALUE_ALIASES`."""
+    is_hashable = given.value is None or isinstance(given.value, str)
+    if is_hashable and (path, given.value) in VALUE_ALIASES:
+        return attrs.evolve(given, value=VALUE_ALIASES[path, given.value], text=None)
+    return given
+
+
 def file_layer(path: Path, mistakes: Mistakes) -> Layer:
     """The keys of a YAML file, nested or dotted, each with its line. Invalid keys are added to `mistakes`.
 

@@ -17,7 +17,8 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
-from rl_core.config.keys import ALIASES, VALUE_ALIASES
+from rl_core.config.keys import ALIASES
+from rl_core.config.layers import VALUE_ALIASES
 from rl_core.config.loading import describe, hints, own_keys
 from rl_core.config.plugin_options import SECTIONS, installed_classes
 from rl_core.config.resolving import RULES, as_mapping

@@ -13,7 +13,6 @@ import attrs
 from rl_core import plugins
 from rl_core.config import plugin_options
 from rl_core.config.function_params import function_defaults
-from rl_core.config.keys import translated
 from rl_core.config.layers import (
     COMMAND_LINE,
     ConfigWarning,
@@ -24,8 +23,9 @@ from rl_core.config.layers import (
     merge,
     nested,
     override_layer,
+    own_spelling,
 )
-from rl_core.config.loading import PluginKeys, load_class
+from rl_core.config.loading import PluginKeys, known_paths, load_class
 from rl_core.config.named_plugins import gather_missing
 from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class, unread_sections
 from rl_core.config.tree import Config
@@ -134,10 +134,7 @@ def origins(loaded: Loaded) -> Iterator[Origin]:
 def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
     """Merges and resolves the layers. Raises all mistakes, including those that `mistakes` already contains."""
     values = {path: given.value for layer in layers for path, given in layer}
-    layers = [
-        translated(layer, mistakes, lambda path: plugin_options.is_known(path, values), values) for layer in layers
-    ]
-    given = merge(layers)
+    given = merge([_under_own_names(layer, values, mistakes) for layer in layers])
     keys = PluginKeys(
         section_class=section_class(_strategy(given, mistakes)),
         load_options=plugin_options.load_options,
@@ -154,6 +151,19 @@ def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
     loaded = Loaded(config=config, given=given)
     _warn_of_unread_options(loaded)
     return loaded
+
+
+def _under_own_names(layer: Layer, values: Mapping[str, Any], mistakes: Mistakes) -> Layer:
+    """The layer with this project's spellings of values, and of keys that the core does not declare."""
+    own: Layer = []
+    for path, given in layer:
+        if path in known_paths(Config):
+            own.append((path, own_spelling(path, given)))
+        else:
+            from rl_core.config.keys import translated  # the names of other trainers are asked only here
+
+            own += translated([(path, given)], mistakes, lambda key: plugin_options.is_known(key, values), values)
+    return own
 
 
 def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:

@@ -99,8 +99,9 @@ class CheckpointCopies:
         """Raises StorageError if the last copy failed."""
         if self._failure is not None:
             raise StorageError(
-                f"trainer.ckpt_path: {self._address} lacks checkpoints ({self._failure}); the run's directory has them "
-                "all. Copy them to this address, or resume the run when the store can be reached"
+                f"{self._address} lacks checkpoints ({self._failure}); the run's directory has them all. Copy them to "
+                "this address, or resume the run when the store can be reached",
+                key="trainer.ckpt_path",
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:
@@ -152,8 +153,9 @@ async def fetch_checkpoint(config: Config) -> None:
         await OwnThread(lambda: _fetch(copies, config)).within(timeout_s)
     except TimeoutError as error:
         raise DeadlineError(
-            f"trainer.ckpt_path: {config.trainer.ckpt_path} did not answer within {timeout_s:g} s "
-            "(trainer.worker_timeout_s). Is its store reachable from this machine?"
+            f"{config.trainer.ckpt_path} did not answer within {timeout_s:g} s (trainer.worker_timeout_s). Is its store "
+            "reachable from this machine?",
+            key="trainer.ckpt_path",
         ) from error
 
 
@@ -168,8 +170,9 @@ def _fetch(copies: CheckpointCopies, config: Config) -> None:
             copies.fetch_newest(config.ckpt_dir)
         except OSError as error:
             raise StorageError(
-                f"trainer.ckpt_path: the newest checkpoint of {path} could not be copied to {config.ckpt_dir} "
-                f"({error.strerror or error}). Start the run again when the store can be reached"
+                f"the newest checkpoint of {path} could not be copied to {config.ckpt_dir} "
+                f"({error.strerror or error}). Start the run again when the store can be reached",
+                key="trainer.ckpt_path",
             ) from error
     elif names:
         raise ConfigError(

@@ -193,8 +193,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         path = Path(trainer.resume_path or "")
         if not path.is_dir():
             raise CheckpointError(
-                f"trainer.resume_path: {path} is not a directory; set it to a checkpoint such as "
-                "…/checkpoints/step_000010"
+                f"{path} is not a directory; set it to a checkpoint such as …/checkpoints/step_000010",
+                key="trainer.resume_path",
             )
         return path
     found = complete_checkpoints(config.ckpt_dir)
