@@ -219,9 +219,11 @@ def _config(options: Mapping[str, Any]) -> dict[str, Any]:
     name, given, key = text(options, "env"), options.get("config") or {}, key_of(options, "config")
     taskset = given.get("taskset", {}) if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(taskset, Mapping):
-        raise ConfigError(f"{key}: got {given!r:.80}; expected fields of verifiers' EnvConfig, such as {{taskset: …}}")
+        raise ConfigError(
+            f"got {given!r:.80}; expected fields of verifiers' EnvConfig, such as {{taskset: …}}", key=key
+        )
     if "id" in taskset:
-        raise ConfigError(f"{key}.taskset.id: set it with {key_of(options, 'env')}")
+        raise ConfigError(f"set it with {key_of(options, 'env')}", key=f"{key}.taskset.id")
     return {**given, "taskset": {**taskset, "id": name}}
 
 
@@ -252,13 +254,13 @@ def _playable(python: str, arguments: Mapping[str, Any], key: str) -> list[dict[
     try:
         ended = subprocess.run(_command(python, arguments), capture_output=True, timeout=_START_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{key}: {python} cannot load environments of verifiers: {error}") from error
+        raise ConfigError(f"{python} cannot load environments of verifiers: {error}", key=key) from error
     answers = [json.loads(line) for line in ended.stdout.splitlines()]
     refused = [answer["refused"] for answer in answers if "refused" in answer]
     if ended.returncode != 0:
         refused = [f"exit code {ended.returncode}: {ended.stderr.decode(errors='replace').strip()[-500:]}"]
     if refused:
-        raise ConfigError(f"{key}: {arguments['config']['taskset']['id']!r} cannot be played: {refused[0]}")
+        raise ConfigError(f"{arguments['config']['taskset']['id']!r} cannot be played: {refused[0]}", key=key)
     return answers
 
 

@@ -153,8 +153,8 @@ async def fetch_checkpoint(config: Config) -> None:
         await OwnThread(lambda: _fetch(copies, config)).within(timeout_s)
     except TimeoutError as error:
         raise DeadlineError(
-            f"{config.trainer.ckpt_path} did not answer within {timeout_s:g} s (trainer.worker_timeout_s). Is its store "
-            "reachable from this machine?",
+            f"{config.trainer.ckpt_path} did not answer within {timeout_s:g} s (trainer.worker_timeout_s). Is its "
+            "store reachable from this machine?",
             key="trainer.ckpt_path",
         ) from error
 
