@@ -101,9 +101,9 @@ def test_the_plug_ins_keys_are_shown_and_documented(environment: dict[str, str])
     assert (
         f"### {ENGINE}, backend=journal\n\nThe local engine, with a journal of its requests. Keys of journal-" in page
     )
-    assert "| `journal_every` | int | `1` | Only every n-th request is recorded. |" in page
+    assert "| `journal_every` | int, at least 1 | `1` | Only every n-th request is recorded. |" in page
     assert (
-        "| `answer_tokens` | int | `2` | Maximum tokens of an answer, even if the sampling parameters allow more. |"
+        "| `answer_tokens` | int, at least 1 | `2` | Maximum tokens of an answer, even if the sampling parameters allow more. |"
         in page
     )
 
