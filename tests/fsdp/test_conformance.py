@@ -13,6 +13,7 @@ import attrs
 
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
 from rl_transformers.testing import VARIANTS, BackendConformance, Variant
+from rl_transformers.testing.cases import OPTIMIZER
 
 PADDED = {"use_sample_packing": False}
 RECOMPUTED, SELECTIVE = {"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"}
@@ -63,6 +64,13 @@ def mixtures(variant: Variant) -> list[Variant]:
     return [all_at_once, *(parity_variant(variant, **difference) for difference in differences)]
 
 
+MUON = [
+    parity_variant(variant, spec={"optimizer": attrs.evolve(OPTIMIZER, name="muon")})
+    for variant in (ONE, FULL, attrs.evolve(FOUR, options=FsdpOptions()))
+]
+"""Muon, whose matrices are gathered, on one, two and four ranks."""
+
+
 IN_BFLOAT16 = (FULL, ULYSSES, attrs.evolve(ROUTED, world_size=2))
 """Variants on which `make test` measures the error in bfloat16. On the others only `make parity` does
 (`tests/conftest.py`)."""
@@ -99,8 +107,15 @@ class TestFsdp(BackendConformance):
         parity_variant(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING)),
         parity_variant(ROUTED, world_size=2, spec=SELECTIVE),
         parity_variant(ULYSSES, spec=SELECTIVE),
+        *MUON,
+        parity_variant(MUON[2], options=FsdpOptions(fsdp_size=2)),
+        parity_variant(MUON[1], checkpoint=MOE),
+        *(parity_variant(variant, spec={"optimizer": attrs.evolve(OPTIMIZER, name="adafactor")}) for variant in MUON),
     )
-    resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
+    resumes = (
+        *((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES)),
+        *((MUON[1], MUON[0]), (MUON[1], MUON[2]), (MUON[0], MUON[1])),
+    )
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
 
 
@@ -117,6 +132,11 @@ class TestFsdp1(BackendConformance):
         parity_variant(FULL, spec=SHARED),
         parity_variant(FULL, spec=SELECTIVE),
         experts(2)[FORCED],
+        *MUON[1:],
+        parity_variant(MUON[1], checkpoint=MOE),
     )
-    resumes = ((FULL, ONE), (FULL, parity_variant(FOUR)), (ONE, FULL))
+    resumes = (
+        *((FULL, ONE), (FULL, parity_variant(FOUR)), (ONE, FULL)),
+        *((MUON[1], MUON[0]), (MUON[1], MUON[2]), (MUON[0], MUON[1])),
+    )
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

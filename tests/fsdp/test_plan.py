@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, RankInfo, Worker, WorkerSpec
+from rl_core.rank_kit.optimizers import state_tensors
 from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.backend import FsdpBackend
 from rl_fsdp.options import MixedPrecision
@@ -34,6 +35,12 @@ class CountingBackend(FsdpBackend):
                 parameters = self.scorer.parameters()
                 return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
 
+            def state_bytes(self) -> int:
+                """Bytes of the optimizer's state before the first step."""
+                self.shards.state(with_optimizer=True)
+                kept = [t for state in self.optimizer.state.values() for t in state_tensors(state).values()]
+                return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in kept)
+
         return CountingWorker(spec, rank, "fsdp2")
 
 
@@ -53,6 +60,11 @@ class CountingFlatBackend(FsdpBackend):
 
             def num_parameters(self) -> int:
                 return sum(handle.flat_param.numel() for handle in self.handles())
+
+            def state_bytes(self) -> int:
+                """Bytes of the optimizer's state before the first step."""
+                self.shards.state(with_optimizer=True)
+                return sum(t.nbytes for state in self.optimizer.state.values() for t in state_tensors(state).values())
 
             def num_gathered_units(self) -> int:
                 return sum(not handle.needs_unshard() for handle in self.handles())
@@ -83,6 +95,28 @@ def test_ranks_hold_the_parameters_that_were_planned(world_size, options, checkp
             rank // options.sequence_parallel_size for rank in range(world_size)
         ]
         assert all(plan.optimizer_bytes == 2 * plan.gradient_bytes == 8 * plan.num_parameters for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "params", "in_weights"),
+    [
+        (counting, "adamw", {}, 2),
+        (counting, "muon", {}, 1.5),
+        (counting, "sgd", {}, 0),
+        (counting, "sgd", {"momentum": 0.9}, 1),
+        (counting, "adafactor", {}, 0.2),
+        (counting_flat, "muon", {}, 1.5),
+    ],
+)
+def test_the_state_of_each_optimizer_is_planned_to_the_byte(backend, name, params, in_weights, tmp_path):
+    """`in_weights`: the most bytes that a state may have, in multiples of the weights' bytes on one rank."""
+    variant = Variant(world_size=2, spec={"optimizer": OptimizerConfig(name=name, params=params)})
+    with open_case(backend, FsdpOptions(), variant, tmp_path) as case:
+        plans = backend.plan(case.spec, 2, micro_batch_tokens=64, num_micro_batches=1)
+        planned = [plan.optimizer_bytes for plan in plans]
+        assert case.start().call(SuiteHost.ask, "state_bytes") == planned
+        assert all(plan.optimizer_bytes <= in_weights * plan.parameter_bytes for plan in plans)
+        assert min(planned) > 0 or in_weights == 0
 
 
 @pytest.mark.parametrize(("world_size", "family", "reshards"), [(2, "qwen2", False), (3, "qwen3_moe", True)])

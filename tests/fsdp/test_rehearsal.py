@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from rl_core import config as configuration
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
+from rl_core.interfaces import OptimizerConfig
 from rl_core.trainer.before.planned_run import arranged_models, longest_sequence, planned_model
 from rl_core.trainer.before.rehearsed_run import planned_phase, rehearsed_model
 from rl_fsdp import FsdpOptions, fsdp
@@ -56,15 +58,19 @@ def test_a_full_size_step_takes_what_the_table_says_and_the_plan_agrees():
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
-    [({"cpu_offload": True}, "cpu_offload"), ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay")],
+    ("fields", "key"),
+    [
+        ({"options": FsdpOptions(cpu_offload=True)}, "cpu_offload"),
+        ({"options": FsdpOptions(moe_enable_routing_replay=True)}, "moe_enable_routing_replay"),
+        ({"optimizer": OptimizerConfig(name="adafactor")}, "optimizer_config.name"),
+    ],
 )
-def test_a_configuration_that_cannot_be_rehearsed_is_refused(options: dict[str, bool], key: str):
+def test_a_configuration_that_cannot_be_rehearsed_is_refused(fields: dict[str, Any], key: str):
     assert fsdp.can_rehearse
     spec = arranged_models(configuration.load("qwen2_5_1_5b").config)["policy"].spec
     batch = Batch.from_sequences([{"tokens": [1, 2]}])
     with pytest.raises(ConfigError, match=key):
-        fsdp.rehearse(attrs.evolve(spec, options=FsdpOptions(**options)), 8, batch=batch, plan=[[0]], loss=None)
+        fsdp.rehearse(attrs.evolve(spec, **fields), 8, batch=batch, plan=[[0]], loss=None)
 
 
 def test_fsdp1_is_refused_with_the_change_to_make():

@@ -51,6 +51,10 @@ class PlainDdpBackend(Backend):
                 spec.optimizer is not None and spec.optimizer.scheduler != "constant_with_warmup",
                 "constant_with_warmup: it has no other",
             ),
+            "trainer.policy.optimizer_config.name": (
+                spec.optimizer is not None and spec.optimizer.name != "adamw",
+                "adamw: it has no other",
+            ),
         }
         for key, (is_asked, needed) in refused.items():
             if is_asked:

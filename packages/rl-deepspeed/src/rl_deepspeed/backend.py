@@ -40,7 +40,9 @@ class DeepSpeedBackend(Backend):
         """Raises ConfigError if the configuration cannot be trained; reads no model file."""
         self.mesh(spec.options, world_size)
         require_model_path(spec)
-        require_training_settings(spec)
+        require_training_settings(
+            spec, only_adamw="DeepSpeed steps pieces of matrices here, with AdamW, and offloads only AdamW's state"
+        )
         _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config")
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))

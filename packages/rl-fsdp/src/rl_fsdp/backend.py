@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
 
 
+_STEPS_PARTS = ("adamw", "muon", "sgd")
+"""Optimizers that step parts of weights and read no values; Muon gathers what it needs."""
+
+
 @attrs.frozen(kw_only=True)
 class FsdpBackend(Backend):
     """Trains Hugging Face causal language models (all weights or only LoRA adapters) and critics built from them."""
@@ -54,7 +58,7 @@ class FsdpBackend(Backend):
         require_model_path(spec)
         require_training_settings(spec)
         if self.is_fsdp1:
-            _validate_fsdp1(spec, section)
+            _validate_fsdp1(spec, section, world_size)
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError("a critic cannot follow the policy's routes; set it to false", key=replay_key("critic"))
 
@@ -105,7 +109,7 @@ class FsdpBackend(Backend):
         return FsdpWorker(spec, rank, "fsdp1" if self.is_fsdp1 else "fsdp2")
 
 
-def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
+def _validate_fsdp1(spec: WorkerSpec, section: str, world_size: int) -> None:
     if spec.role == "critic":
         raise ConfigError(
             "fsdp1 cannot train a model with a value head, which a critic and a reward model have; set "
@@ -117,6 +121,10 @@ def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
         and spec.optimizer is not None
         and "FSDP1 cannot add up the gradients of several micro-batches on the CPU",
         "fsdp_config.fsdp_size": spec.options.fsdp_size == 1 and "FSDP1 does not sum gradients over unsharded copies",
+        "optimizer_config.name": world_size > 1
+        and spec.optimizer is not None
+        and spec.optimizer.name not in _STEPS_PARTS
+        and f"{spec.optimizer.name} reads whole weights, which are not gathered from FSDP1's flat parameters",
         "model.lora.rank": spec.model.lora.rank > 0 and "FSDP1 cannot merge adapters into flat parameters",
     }
     for key, reason in refused.items():
@@ -136,6 +144,12 @@ def _require_rehearsable(spec: WorkerSpec, section: str, *, is_fsdp1: bool) -> N
             "a rehearsal cannot tell host memory from device memory; rehearse without it, or use only the plan (rl "
             "plan)",
             key=f"{section}.fsdp_config.cpu_offload",
+        )
+    if spec.optimizer is not None and spec.optimizer.name not in _STEPS_PARTS:
+        raise ConfigError(
+            f"got {spec.optimizer.name!r}, which may read values of weights, and a rehearsal has none; rehearse with "
+            f"one of {', '.join(_STEPS_PARTS)}, or use only the plan (rl plan)",
+            key=f"{section}.optimizer_config.name",
         )
     if spec.options.moe_enable_routing_replay:
         raise ConfigError(

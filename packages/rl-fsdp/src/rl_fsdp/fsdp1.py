@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
 from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
+from rl_fsdp.optimizers import like_sharded, optimizer_of, own_part
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.perturbation import trained_pieces
 from rl_fsdp.sharding import DTYPES, shard_mesh
-from rl_fsdp.shards import new_optimizer, scale_gradients, step_if_finite
+from rl_fsdp.shards import scale_gradients, step_if_finite
 from rl_transformers.rank.distributing import decoder_layers, receive, require_same_structure
-from rl_transformers.rank.rank_mesh import RankMesh
+from rl_transformers.rank.rank_mesh import RankMesh, whole
 from rl_transformers.rank.token_scorer import Scorer
 from rl_transformers.rank.weights import checkpoint_tensors, trained_or_all
 
@@ -78,10 +82,14 @@ class Fsdp1Shards:
         self.scorer = scorer
         self._root = root
         self.module: nn.Module = root
+        self._mesh: Any = root._device_mesh
         self._num_ranks = ranks.mesh.world_size
         self._stays_on_cpu: bool = spec.options.cpu_offload
         self._perturbed: dict[str, Tensor] = {}
-        self.optimizer = new_optimizer(scorer, spec.optimizer)
+        self._parts = {weight: part for unit in FSDP.fsdp_modules(root) for weight, part in _parts_of(unit)}
+        self.optimizer = optimizer_of(
+            scorer, spec.optimizer, shape_of=lambda weight: self._parts[weight].shape, on_whole=self._on_whole
+        )
         with _quiet():
             FSDP.set_state_dict_type(
                 root,
@@ -107,6 +115,9 @@ class Fsdp1Shards:
         """See `Shards`."""
         self._reshard()
         scale_gradients(self.scorer, settings.gradient_scale)
+        for weight in self._parts:
+            if weight.requires_grad and weight.grad is None and not weight.numel():
+                weight.grad = torch.zeros_like(weight)  # steps are collective, also for weights on other ranks
         limit = settings.max_grad_norm if settings.max_grad_norm > 0 else math.inf
         return step_if_finite(self.optimizer, settings, self._root.clip_grad_norm_(limit).item())
 
@@ -146,16 +157,12 @@ class Fsdp1Shards:
 
     def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """Returns DTensors made from the flat tensors; `take` writes them back."""
-        optimizer = self.optimizer
         with _quiet():
             names = {name for name, _ in self._saved()}
             saved = {name.removeprefix(_SCORER): tensor for name, tensor in self._root.state_dict().items()}
             tensors = {f"model/{name}": tensor for name, tensor in saved.items() if name in names}
             if with_optimizer:
-                make_states(optimizer)
-                for name, kept in FSDP.optim_state_dict(self._root, optimizer)["state"].items():
-                    own_name = name.removeprefix(_SCORER)
-                    tensors |= {f"optimizer/{own_name}/{kind}": t for kind, t in state_tensors(kept).items()}
+                tensors |= {name: self._in_rows(weight, part) for name, weight, part in self._kept()}
         return tensors
 
     def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
@@ -175,7 +182,6 @@ class Fsdp1Shards:
         self._perturbed = {}
 
     def _put_back(self, state: Mapping[str, Tensor], *, with_optimizer: bool) -> None:
-        optimizer = self.optimizer
         with _quiet():
             names = {id(p): name for name, p in self._named()}
             saved = self._root.state_dict()
@@ -184,13 +190,10 @@ class Fsdp1Shards:
                 if key in state:
                     saved[name.replace(_WRAPPED, "")] = state[key]
             self._root.load_state_dict(saved)
-            if not with_optimizer:
-                return
-            optimizer_state = FSDP.optim_state_dict(self._root, optimizer)
-            for name, kept in optimizer_state["state"].items():
-                own_name = name.removeprefix(_SCORER)
-                kept.update({kind: state[f"optimizer/{own_name}/{kind}"] for kind in state_tensors(kept)})
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._root, optimizer, optimizer_state))
+        if not with_optimizer:
+            return
+        for name, weight, part in self._kept():
+            part.copy_(whole(state[name]).view(-1).narrow(0, self._parts[weight].start, part.numel()))
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
         """See `Shards`."""
@@ -216,6 +219,34 @@ class Fsdp1Shards:
                 handle.reshard(free_unsharded_flat_param=True)
                 handle.post_reshard()
 
+    def _kept(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yields this rank's part of each tensor of the optimizer's state, with its name in a checkpoint."""
+        make_states(self.optimizer)
+        for name, weight in self._saved():
+            for kind, part in state_tensors(self.optimizer.state[weight]).items():
+                yield f"optimizer/{name}/{kind}", weight, part
+
+    def _in_rows(self, weight: nn.Parameter, part: Tensor) -> Tensor:
+        """A part of a flat tensor as a DTensor whose first axis is sharded, as checkpoints have it. Collective. FSDP1's
+        own function requires that all parameters of a unit have the same kind of state."""
+        gathered = self._gathered(weight, part)
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
+        rows = distribute_tensor(gathered, self._mesh, placements, src_data_rank=None)
+        return like_sharded(rows, own_part(rows, gathered).clone())
+
+    def _gathered(self, weight: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The whole tensor of which each rank has the same part as of `weight`."""
+        part = self._parts[weight]
+        gathered = tensor.new_zeros(math.prod(part.shape))
+        gathered.narrow(0, part.start, tensor.numel()).copy_(tensor)
+        dist.all_reduce(gathered, group=part.group)
+        return gathered.view(part.shape)
+
+    def _on_whole(self, weight: nn.Parameter, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `OnWhole`."""
+        result = function(self._gathered(weight, tensor)).reshape(-1)
+        return result.narrow(0, self._parts[weight].start, tensor.numel())
+
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, weight in self._root.named_parameters():
             yield name.replace(_WRAPPED, "").removeprefix(_SCORER), weight
@@ -231,6 +262,25 @@ class Fsdp1Shards:
             own = [weight for weight in unit.parameters() if weight in names]
             with FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=with_grads):
                 yield [(names.pop(weight), weight) for weight in own]
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """This rank's part of a parameter, a range of its elements that may be empty."""
+
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    start: int
+    group: dist.ProcessGroup
+    """The ranks that share the parameter."""
+
+
+def _parts_of(unit: FSDP) -> Iterator[tuple[nn.Parameter, _Part]]:
+    handle: Any = unit._handle
+    if handle is not None:
+        flat = handle.flat_param
+        for weight, shape, place in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            yield weight, _Part(shape, place.intra_param_start_idx or 0, handle.process_group)
 
 
 def _mixed_precision(options: FsdpOptions) -> MixedPrecision:

@@ -19,10 +19,12 @@ import attrs
 import torch
 from torch import nn
 
-from rl_core.interfaces import HeldKind, RankPlan, WorkerSpec
+from rl_core.interfaces import HeldKind, OptimizerConfig, RankPlan, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.model_shapes import model_shape
+from rl_core.rank_kit.optimizers import is_elementwise, state_layout
 from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_fsdp.optimizers import matrices_of
 from rl_fsdp.options import FsdpOptions, asked_replay_key
 from rl_fsdp.sharding import DTYPES
 from rl_transformers.rank.planned_memory import ActivationBytes, units_of
@@ -59,8 +61,8 @@ class _Held:
     num_parameters: int
     parameter_bytes: int
     gradient_bytes: int
-    trained_bytes: int
-    """Bytes of the parameters that are trained."""
+    elements_of: dict[nn.Parameter, int]
+    """Trained parameter → number of its elements."""
 
 
 _Split = Callable[[Scorer, int, int], _Held]
@@ -90,7 +92,7 @@ def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) 
                 num_parameters=own.num_parameters,
                 parameter_bytes=own.parameter_bytes,
                 gradient_bytes=own.gradient_bytes if spec.optimizer is not None else 0,
-                optimizer_bytes=2 * own.trained_bytes if spec.optimizer is not None else 0,
+                optimizer_bytes=0 if spec.optimizer is None else _state_bytes(scorer, spec.optimizer, own, num_shards),
                 activation_bytes=round(fullest.activations),
                 gathered_bytes=round(fullest.gathered),
                 # A whole tensor, and the checkpoint tensors made from it (one per expert).
@@ -103,14 +105,27 @@ def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) 
     return tuple(plans)
 
 
+def _state_bytes(scorer: Scorer, config: OptimizerConfig, held: _Held, num_shards: int) -> int:
+    """Bytes of the optimizer's state: of the shard's elements or, if the optimizer reads whole weights, of all."""
+    matrices, layouts, total = matrices_of(scorer), {}, 0
+    is_sharded = is_elementwise(config) or num_shards == 1
+    for weight, num_elements in held.elements_of.items():
+        kind = (weight.dim(), weight in matrices)
+        if kind not in layouts:
+            layouts[kind] = state_layout(config, num_axes=kind[0], is_matrix=kind[1])
+        layout = layouts[kind]
+        of_weight = layout.num_alike * num_elements if is_sharded else layout.num_elements(weight.shape)
+        total += of_weight * weight.element_size()
+    return total
+
+
 def _split_parameters(scorer: Scorer, shard: int, num_shards: int) -> _Held:
     parameters = list(scorer.parameters())
-    trained = _shard_bytes((p for p in parameters if p.requires_grad), shard, num_shards)
     return _Held(
         sum(_shard_elements(p, shard, num_shards) for p in parameters),
         _shard_bytes(parameters, shard, num_shards),
-        gradient_bytes=trained,
-        trained_bytes=trained,
+        gradient_bytes=_shard_bytes((p for p in parameters if p.requires_grad), shard, num_shards),
+        elements_of={p: _shard_elements(p, shard, num_shards) for p in parameters if p.requires_grad},
     )
 
 
@@ -130,21 +145,25 @@ def _shard_bytes(parameters: Iterable[nn.Parameter], shard: int, num_shards: int
 def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
     """Returns what a shard holds under FSDP1. All shards are equally large, because flat parameters are padded to
     equal parts. The gradient of a unit with trained parameters covers its frozen ones too."""
-    elements = num_bytes = gradient_bytes = trained_bytes = 0
+    elements = num_bytes = gradient_bytes = 0
+    elements_of: dict[nn.Parameter, int] = {}
     for unit in units_of(scorer):
         size = unit[0].element_size()
-        step, flat, trained = _ALIGNMENT_BYTES // size, 0, []
+        step, flat, places = _ALIGNMENT_BYTES // size, 0, {}
         for parameter in unit:
             start = -(-flat // step) * step
             flat = start + parameter.numel()
-            trained += [range(start, flat)] if parameter.requires_grad else []
+            places[parameter] = range(start, flat)
         part = -(-flat // num_shards)
         own = range(shard * part, (shard + 1) * part)
+        trained = {
+            p: len(range(max(own.start, t.start), min(own.stop, t.stop))) for p, t in places.items() if p.requires_grad
+        }
         elements += part
         num_bytes += part * size
         gradient_bytes += part * size if trained else 0
-        trained_bytes += size * sum(len(range(max(own.start, t.start), min(own.stop, t.stop))) for t in trained)
-    return _Held(elements, num_bytes, gradient_bytes, trained_bytes)
+        elements_of |= trained
+    return _Held(elements, num_bytes, gradient_bytes, elements_of)
 
 
 @attrs.frozen

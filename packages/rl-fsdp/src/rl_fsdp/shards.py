@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
-from rl_core.interfaces import OptimizerConfig, WorkerSpec
+from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
 from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
+from rl_fsdp.optimizers import optimizer_of
 from rl_fsdp.perturbation import trained_pieces
 from rl_transformers.rank.lora import adapter_tensors
 from rl_transformers.rank.rank_mesh import whole
@@ -29,7 +30,7 @@ class TensorShards:
     def __init__(self, scorer: Scorer, spec: WorkerSpec):
         self.scorer = scorer
         self.module: nn.Module = scorer
-        self.optimizer = new_optimizer(scorer, spec.optimizer)
+        self.optimizer = optimizer_of(scorer, spec.optimizer)
         self._stays_on_cpu: bool = spec.options.cpu_offload
 
     def backward(self, loss: Tensor) -> None:
@@ -124,20 +125,6 @@ class TensorShards:
             move_states(self.optimizer, device)
 
 
-def new_optimizer(scorer: Scorer, config: OptimizerConfig | None) -> AdamW:
-    """Returns the optimizer of all trained parameters, or None without a config; callers never use that None."""
-    if config is None:
-        return None  # pyright: ignore[reportReturnType]
-    return AdamW(
-        [parameter for parameter in scorer.parameters() if parameter.requires_grad],
-        lr=config.lr,
-        betas=config.adam_betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-
-
 def scale_gradients(scorer: Scorer, factor: float) -> None:
     """Multiplies every gradient by `factor` in place."""
     if factor != 1.0:
@@ -146,7 +133,7 @@ def scale_gradients(scorer: Scorer, factor: float) -> None:
                 parameter.grad.mul_(factor)
 
 
-def step_if_finite(optimizer: AdamW, settings: StepSettings, grad_norm: float) -> float:
+def step_if_finite(optimizer: Optimizer, settings: StepSettings, grad_norm: float) -> float:
     """Takes a step if the norm is finite, clears the gradients, and returns the norm."""
     if math.isfinite(grad_norm):
         settings.put_into(optimizer.param_groups)

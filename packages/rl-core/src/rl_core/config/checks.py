@@ -27,12 +27,14 @@ from rl_core.config.function_params import (
 )
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.named_plugins import GROUPS, names_at
+from rl_core.config.optimizer_checks import require_usable_optimizer
 from rl_core.config.resolving import value_at
 from rl_core.config.served_models import require_servable_models
 from rl_core.config.specs import engine_spec, generator_spec, needs_engine, reference_engine_spec
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes
+from rl_core.rank_kit.optimizer_steps import STEPS_WITH_ADAM
 
 if TYPE_CHECKING:
     from rl_core.algorithms.objective import Objective
@@ -84,6 +86,7 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
     has_loss = passes(mistakes, _check_loss, config)
     if has_loss:
         passes(mistakes, _check_correction, config)
+    _gather_optimizers(config, mistakes, chosen=chosen)
     passes(mistakes, _check_routes, config)
     if _has_engine(config, mistakes):
         passes(mistakes, _check_sampled_distribution, config)
@@ -196,7 +199,19 @@ def check_function_params(config: Config) -> None:
         mistakes.passes(loss_params, config)
     if config.trainer.algorithm.advantage_params:
         mistakes.passes(advantage_params, config)
+    _gather_optimizers(config, mistakes, chosen=())
     mistakes.raise_found()
+
+
+def _gather_optimizers(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None) -> None:
+    for model in ("policy", "critic"):
+        key = f"trainer.{model}.optimizer_config"
+        optimizer = value_at(config, key)
+        if (optimizer.name != "adamw" or optimizer.params) and not mistakes.about(key):
+            mistakes.passes(require_usable_optimizer, optimizer, key)
+        for name in ("adam_betas", "eps") if optimizer.name not in STEPS_WITH_ADAM else ():
+            if chosen is not None and f"{key}.{name}" in chosen:
+                warnings.warn(f"{key}.{name}: has no effect with {optimizer.name}", ConfigWarning, stacklevel=2)
 
 
 def _warn_of_unread_params(config: Config, chosen: Container[str] | None) -> None:

@@ -152,6 +152,17 @@ def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
     return value
 
 
+def fitted(hint: Any, value: Any, path: str) -> Any:
+    """`value` converted to the type of the hint. Raises ConfigError about `path` if it has another type."""
+    try:
+        fit = _fit(hint, value)
+    except TypeError:  # a type that configurations do not have
+        fit = _MISMATCH
+    if fit is _MISMATCH:
+        raise ConfigError(f"got {value!r}; expected {describe(hint)}", key=path)
+    return fit
+
+
 def _has_exponent(given: Given) -> bool:
     """Whether a whole number was written with an exponent, as in 1e8. The notation is known only for values from the
     command line; other floats of at least 1e6 are assumed to have an exponent."""

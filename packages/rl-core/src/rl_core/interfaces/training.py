@@ -43,8 +43,13 @@ All ranks of a group have the same number of micro-batches."""
 
 @attrs.frozen(kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) and its schedule."""
+    """An optimizer and its schedule."""
 
+    name: str = "adamw"
+    """`adamw` (arXiv 1711.05101), `muon` (arXiv 2502.16982: Muon for hidden matrices, AdamW for all other weights),
+    `sgd`, `adafactor` (arXiv 1804.04235), or `package.module:factory`."""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+    """Further parameters of the optimizer, under torch's names, such as `momentum`; `adamw` has none."""
     # AdamW moves each weight by about the learning rate in every step. With a rate above 10, the weights are noise
     # after one step and NaN after three.
     lr: float = bounded(1e-6, above(0), at_most(10))
@@ -52,11 +57,12 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = bounded(
         (0.9, 0.999), Bound("two numbers from 0 to below 1", lambda betas: all(0 <= beta < 1 for beta in betas))
     )
-    """Decay of the first and second moment."""
+    """`adamw` and `muon`: AdamW's decay of the first and second moment."""
     eps: float = bounded(1e-8, above(0))
-    """Added to the denominator of a step, which is the square root of the second moment."""
+    """`adamw` and `muon`: added to the denominator of AdamW's step, the square root of the second moment."""
     weight_decay: float = bounded(0.01, at_least(0), FINITE)
-    """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
+    """Decoupled weight decay (of `sgd`: added to the gradient). It also applies to biases and norms, as is usual in
+    RL."""
     max_grad_norm: float = bounded(1.0, at_least(0))
     """Largest global L2 norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
     num_warmup_steps: int = bounded(0, at_least(0))

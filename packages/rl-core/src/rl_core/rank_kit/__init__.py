@@ -5,7 +5,7 @@
     objectives         from the name of a loss to its value on a micro-batch
     learning_rates     the learning rate of each optimizer step
     optimizer_steps    all settings of one step: configured, scheduled, or the caller's
-    optimizers         the state that an optimizer keeps for each weight
+    optimizers         optimizers by name, and the state that each keeps for a weight
     weight_buckets     packing and checking the data of a weight sync
     publishing         `Worker.publish`: whole weights or only the adapter, from rank 0
     state_files        the list of files, with checksums, that completes a worker's state on disk

@@ -7,7 +7,11 @@ from typing import Any
 
 import attrs
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces import OptimizerConfig, OptimizerUpdate
+
+STEPS_WITH_ADAM = ("adamw", "muon")
+"""Optimizers that read `adam_betas` and `eps`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -20,15 +24,18 @@ class StepSettings:
     weight_decay: float
     max_grad_norm: float
     gradient_scale: float
+    has_adam: bool = True
+    """Whether `adam_betas` and `eps` apply to the optimizer."""
 
     def put_into(self, param_groups: Iterable[dict[str, Any]]) -> None:
-        """Writes the settings into the param groups of torch's AdamW, or of an optimizer with the same keys. The caller
-        does scaling and clipping."""
+        """Writes the settings into an optimizer's param groups; those of AdamW only into AdamW's. The caller does
+        scaling and clipping."""
         for group in param_groups:
             group["lr"] = self.learning_rate
-            group["betas"] = self.adam_betas
-            group["eps"] = self.eps
-            group["weight_decay"] = self.weight_decay
+            if "weight_decay" in group:
+                group["weight_decay"] = self.weight_decay
+            if self.has_adam and "betas" in group:
+                group["betas"], group["eps"] = self.adam_betas, self.eps
 
 
 def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, scheduled_rate: float) -> StepSettings:
@@ -38,8 +45,13 @@ def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, sc
         config: settings of all steps.
         update: settings of this step that differ from `config`; None: no setting differs.
         scheduled_rate: the schedule's learning rate for this step (`learning_rates.learning_rate`).
+
+    Raises:
+        ConfigError: `update` has settings of AdamW for an optimizer without AdamW.
     """
-    update = update or OptimizerUpdate()
+    update, has_adam = update or OptimizerUpdate(), config.name in STEPS_WITH_ADAM
+    if not has_adam and (update.adam_betas, update.eps) != (None, None):
+        raise ConfigError(f"OptimizerUpdate: got adam_betas or eps, but {config.name} reads neither; leave them out")
 
     def chosen(value: Any, otherwise: Any) -> Any:
         return otherwise if value is None else value
@@ -51,4 +63,5 @@ def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, sc
         weight_decay=chosen(update.weight_decay, config.weight_decay),
         max_grad_norm=chosen(update.max_grad_norm, config.max_grad_norm),
         gradient_scale=update.gradient_scale,
+        has_adam=has_adam,
     )

@@ -25,8 +25,13 @@ def require_model_path(spec: WorkerSpec) -> str:
     return spec.model.path
 
 
-def require_training_settings(spec: WorkerSpec) -> None:
-    """Raises ConfigError for adapters, a chunk size or a schedule that no backend can train with."""
+def require_training_settings(spec: WorkerSpec, *, only_adamw: str = "") -> None:
+    """Raises ConfigError for adapters, a chunk size or a schedule that no backend can train with.
+
+    Args:
+        spec: the model and how it is trained.
+        only_adamw: why the backend has no other optimizer; empty if it has all (`rank_kit.optimizers`).
+    """
     section = SECTIONS[spec.role]
     if spec.model.trainable is not None:
         require_expressions(spec.model.trainable, f"{section}.model.trainable")
@@ -44,6 +49,11 @@ def require_training_settings(spec: WorkerSpec) -> None:
         )
     if spec.optimizer is not None:
         require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
+        if only_adamw and spec.optimizer.name != "adamw":
+            raise ConfigError(
+                f"got {spec.optimizer.name!r}, but {only_adamw}; set it to adamw, or train with trainer.strategy=fsdp",
+                key=f"{section}.optimizer_config.name",
+            )
 
 
 def _require_lora(lora: LoraConfig, where: str) -> None:

@@ -44,7 +44,7 @@ def require_trainable(spec: WorkerSpec) -> None:
     where = f"{section}.megatron_config"
     _require_sums(spec.options, where)
     _require_optimizer_fields(spec.options, where, section)
-    require_training_settings(spec)
+    require_training_settings(spec, only_adamw="Megatron's distributed optimizer steps pieces of matrices with AdamW")
     if spec.options.freeze_moe_router and spec.model.trainable is not None:
         raise ConfigError(
             f"got true, but {section}.model.trainable decides what is trained; leave one of them out",

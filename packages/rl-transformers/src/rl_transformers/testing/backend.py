@@ -41,6 +41,7 @@ from rl_core.interfaces import (
     OptimizerStep,
     OptimizerUpdate,
     Worker,
+    WorkerSpec,
 )
 from rl_core.rank_kit.state_files import write_state_list
 from rl_core.rank_kit.weight_buckets import unpack_bucket
@@ -94,8 +95,8 @@ class Tolerances:
     """Relative difference of the gradient norm in each of three steps. In the later steps, the weights already differ
     by up to `weight`. Measured: 1e-6."""
     weight: float = 1e-5
-    """Absolute difference of weights after three AdamW steps with learning rates up to 1e-3. AdamW divides by the
-    gradient's magnitude, so rounding errors of small gradients are enlarged. Measured: 5.7e-6."""
+    """Absolute difference of weights after three steps with learning rates up to 1e-3. AdamW divides by the
+    gradient's magnitude, so rounding errors of small gradients are enlarged. Measured: 5.7e-6; with Muon, 1.2e-7."""
     tied_weight: float = 1e-4
     """Like `weight`, for all weights of models with tied embeddings, whose two gradients are rounded before they are
     added. Measured: 5.9e-6 with the models of this suite, 8e-5 with other models on two ranks."""
@@ -543,6 +544,29 @@ class BackendConformance:
         self.measure(case, "half the batch", control, MOVED, "half the batch changes too little", at_least=True)
         if case.variant.parity_only and group.ranks.abilities.offload:
             self.check_offloading(case, group, num_steps=1)
+
+    def test_muon_is_stepped_exactly_or_refused_by_name(self, case: Case) -> None:
+        spec = attrs.evolve(case.spec, optimizer=attrs.evolve(OPTIMIZER, name="muon"))
+        if (refusal := self._refusal(spec, case.world_size)) is not None:
+            assert "optimizer_config.name" in refusal, f"the error does not name the key: {refusal}"
+            return
+        group, reference = case.start(spec), ReferenceWorker(spec)
+        for batch in steps_of(case.batch):
+            group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            backward(reference, batch, LOSS)
+            group.optim_step()
+            reference.optim_step()
+        expected, tolerance = weights(reference), self._weight_tolerance(case)
+        difference = largest_difference(group.weights(), expected)
+        assert difference <= tolerance, f"the weights differ by {difference:.1e}; expected at most {tolerance:.0e}"
+
+    def _refusal(self, spec: WorkerSpec, world_size: int) -> str | None:
+        """Why the backend cannot train with `spec`; None if it can."""
+        try:
+            self.backend.validate(spec, world_size)
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()

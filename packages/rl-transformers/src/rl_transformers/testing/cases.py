@@ -54,7 +54,8 @@ class Variant:
     """Names of pytest markers for the variant's checks, with which they can be deselected."""
 
     def __str__(self) -> str:
-        changes = {**_changed(self.options), **self.spec, **self.checkpoint}
+        spec = {name: value.name if name == "optimizer" else value for name, value in self.spec.items()}
+        changes = {**_changed(self.options), **spec, **self.checkpoint}
         size = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         routes = ["forced routes"] if self.forced_routes else []
         return ", ".join([size, *(f"{name}={value}" for name, value in changes.items()), *routes])

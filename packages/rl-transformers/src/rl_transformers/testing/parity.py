@@ -24,7 +24,8 @@ QUANTITIES: dict[str, str] = {
     "cross-entropy": "of all tokens, relative",
     "gradients": "L2 of the difference of all parameters over L2 of the gradient",
     "gradient norm": "relative, worst of three steps",
-    "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
+    "weights": "absolute, any weight, after three steps of 0.5e-3, 1e-3 and 1e-3, with AdamW unless the row names an "
+    "optimizer",
     "weights, offloaded": "the same, with weights and optimizer state moved off the device before every step and back; "
     "if only the checks of this table run on a mesh, after one further step with such moves",
     "exported": "absolute, any weight, before training",

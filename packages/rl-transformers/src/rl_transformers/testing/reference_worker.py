@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_core.batch import Batch, field_of
 from rl_core.errors import CheckpointError, ConfigError, WorkerError
 from rl_core.interfaces import (
     LossSpec,
+    OptimizerConfig,
     OptimizerStep,
     OptimizerUpdate,
     Plan,
@@ -51,20 +52,12 @@ class ReferenceWorker(Worker):
         self.computing = self.model
         """The model that computes scores. A subclass may use a copy in another precision."""
         self.steps_done = 0
-        self.optimizer = None
         if spec.model.trainable is not None:
             self.model.requires_grad_(False)
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 if any(re.search(one, name) for one in spec.model.trainable):
                     parameter.requires_grad_(True)
-        if spec.optimizer is not None:
-            config = spec.optimizer
-            self.optimizer = torch.optim.AdamW(
-                [p for p in self.model.parameters() if p.requires_grad],
-                lr=config.lr,
-                betas=config.adam_betas,
-                weight_decay=config.weight_decay,
-            )
+        self.optimizers = [] if spec.optimizer is None else _optimizers(self.model, spec.optimizer)
 
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
@@ -111,7 +104,7 @@ class ReferenceWorker(Worker):
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Adds the gradient of sum_t w_t · (loss_t + kl_coef · KL_t − entropy_coef · H_t) over the trained tokens."""
-        if self.optimizer is None:
+        if not self.optimizers:
             raise WorkerError("forward_backward: this model was started without an optimizer")
         require_scores(returns, ("logprobs", "entropies"), self.spec.role)
         total, returned = 0.0, {name: torch.zeros(batch.num_tokens) for name in returns}
@@ -135,9 +128,8 @@ class ReferenceWorker(Worker):
         return {"loss": (total, 1.0), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales the gradients. If their global norm is finite, clips them by this norm and takes an AdamW step. If
+        """Scales the gradients. If their global norm is finite, clips them by this norm and takes a step. If
         `update` does not set the learning rate, it rises linearly during warm-up, then stays constant."""
-        assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -151,14 +143,16 @@ class ReferenceWorker(Worker):
         if is_finite:
             for gradient in gradients:
                 gradient.mul_(min(1.0, max_norm / max(grad_norm, 1e-12)) if max_norm > 0 else 1.0)
-            group = self.optimizer.param_groups[0]
-            group["lr"] = rate
-            group["betas"] = config.adam_betas if update.adam_betas is None else update.adam_betas
-            group["eps"] = config.eps if update.eps is None else update.eps
-            group["weight_decay"] = config.weight_decay if update.weight_decay is None else update.weight_decay
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                group = optimizer.param_groups[0]
+                group["lr"] = rate
+                group["weight_decay"] = config.weight_decay if update.weight_decay is None else update.weight_decay
+                if isinstance(optimizer, torch.optim.AdamW):
+                    group["betas"] = config.adam_betas if update.adam_betas is None else update.adam_betas
+                    group["eps"] = config.eps if update.eps is None else update.eps
+                optimizer.step()
             self.steps_done += 1
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -180,8 +174,7 @@ class ReferenceWorker(Worker):
         """Writes weights, optimizer state and number of steps to one file."""
         directory.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {"model": self.model.state_dict(), "steps_done": self.steps_done}
-        if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.state_dict()
+        state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
         torch.save(state, directory / "state.pt")
 
     def load_state(self, directory: Path) -> None:
@@ -192,9 +185,9 @@ class ReferenceWorker(Worker):
             raise CheckpointError(f"{directory / 'state.pt'}: missing or damaged ({error})") from error
         self.model.load_state_dict(state["model"])
         self.steps_done = state["steps_done"]
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.optimizer.zero_grad()
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.model.zero_grad()
 
     def save_model(self, directory: Path) -> None:
         """Writes model and tokenizer."""
@@ -209,6 +202,45 @@ class ReferenceWorker(Worker):
     def _sequences(self, batch: Batch, plan: Plan) -> list[slice]:
         bounds = batch.offsets.tolist()
         return [slice(bounds[i], bounds[i + 1]) for micro_batch in plan for i in micro_batch]
+
+
+class _PlainMuon(torch.optim.Optimizer):
+    """Muon with torch's default settings, Nesterov momentum and AdamW's step size, by singular values in float64: the
+    Newton-Schulz iteration of U S Vᵀ iterates the polynomial a s + b s³ + c s⁵ on each singular value."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        group = self.param_groups[0]
+        for weight in group["params"]:
+            state = self.state[weight]
+            momentum = state["momentum"] = 0.95 * state.get("momentum", 0.0) + 0.05 * weight.grad
+            update = (0.95 * momentum + 0.05 * weight.grad).double()
+            u, s, v = torch.linalg.svd(update, full_matrices=False)  # of each matrix of a stack
+            s = s / s.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            direction = 0.2 * max(weight.shape[-2:]) ** 0.5 * (u * s.unsqueeze(-2)) @ v
+            weight.copy_((1 - group["lr"] * group["weight_decay"]) * weight - group["lr"] * direction)
+
+
+def _optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """The optimizers of this name: torch's own or, for `muon`, `_PlainMuon` for the decoder layers' matrices and
+    torch's AdamW for everything else."""
+    weights = list(model.parameters())
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.name in ("sgd", "adafactor"):
+        made = {"sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}[config.name]
+        return [made(weights, **settings, **config.params)]
+    if config.name == "adamw":
+        return [torch.optim.AdamW(weights, betas=config.adam_betas, **settings)]
+    if config.name != "muon" or config.params:
+        raise ConfigError(
+            f"the reference worker has no optimizer {config.name!r} with {dict(config.params)}; use adamw, sgd or "
+            "adafactor, or muon without params"
+        )
+    layers = [p for name, p in model.named_parameters() if ".layers." in name and p.dim() > 1]
+    others = [p for p in weights if all(p is not other for other in layers)]
+    return [torch.optim.AdamW(others, betas=config.adam_betas, **settings), _PlainMuon(layers, settings)]
 
 
 def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
