@@ -40,9 +40,9 @@ def ability_checks(trees: dict[Path, ast.Module], names: list[str]) -> list[str]
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         imported = {name.name for node in imports if node.module == "rl_core.interfaces" for name in node.names}
         for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and _name(call.func) in ("isinstance", "issubclass"):
-                if {_name(node) for node in ast.walk(call.args[1])} & imported & set(names):
-                    found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+            is_check = isinstance(call, ast.Call) and _name(call.func) in ("isinstance", "issubclass")
+            if is_check and {_name(node) for node in ast.walk(call.args[1])} & imported & set(names):
+                found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
     return found
 
 
@@ -69,6 +69,9 @@ def unused(exports: dict[str, list[str]]) -> dict[str, list[str]]:
             for names in re.findall(rf"from {re.escape(room)} import (\([^)]*\)|[^\n]*)", text):
                 used[room] |= set(re.findall(r"\w+", names))
             used[room] |= set(re.findall(rf"{re.escape(room)}[.:](\w+)", text))
+            last = room.rpartition(".")[2]
+            for alias in re.findall(rf"from rl_core import {last}(?: as (\w+))?$", text, re.MULTILINE):
+                used[room] |= set(re.findall(rf"\b{alias or last}\.(\w+)", text))
             if path.suffix == ".md":
                 used[room] |= set(re.findall(r"`(\w+)", text))
     return {room: sorted(set(names) - used[room]) for room, names in exports.items()}

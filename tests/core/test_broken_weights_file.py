@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_core.rank_kit import broken_weights_file
+from rl_core.rank_kit.weight_buckets import broken_weights_file
 
 
 @pytest.fixture

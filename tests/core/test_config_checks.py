@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from rl_core import plugins
-from rl_core.config import (
-    check_files,
-    check_plugins,
-    check_values,
-    from_mapping,
-)
+from rl_core.config import from_mapping
+from rl_core.config.checks import check_plugins
+from rl_core.config.file_checks import check_files
+from rl_core.config.value_checks import check_values
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from rl_core.seams import SEAMS
 from rl_rollout.transports.cuda_ipc import cuda_ipc

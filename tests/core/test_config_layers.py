@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from rl_core import plugins
-from rl_core.config import ConfigWarning, from_mapping, load, origins
+from rl_core.config import ConfigWarning, from_mapping, load
+from rl_core.config.sources import origins
 from rl_core.errors import ConfigError, PluginError
 from tests.core.fake_plugins import install
 

@@ -8,9 +8,9 @@ import attrs
 import pytest
 
 from rl_core import plugins
-from rl_core.config import Config, reference_page
+from rl_core.config import Config
 from rl_core.config.loading import hints, known_paths
-from rl_core.config.reference import field_docs
+from rl_core.config.reference import field_docs, reference_page
 from rl_core.config.resolving import value_at
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
-from rl_core.config import RULES, Config, Loaded, dump_yaml, from_mapping, load, resolve
+from rl_core.config import Config, Loaded, dump_yaml, from_mapping, load, resolve
 from rl_core.config.loading import known_paths
-from rl_core.config.resolving import as_mapping, leaves, unresolved, value_at, with_value
+from rl_core.config.resolving import RULES, as_mapping, leaves, unresolved, value_at, with_value
 from rl_core.config.yaml12 import Yaml12Dumper, Yaml12Loader
 from rl_core.errors import ConfigError
 from rl_core.interfaces import SamplingParams

@@ -11,13 +11,13 @@ import yaml
 from rl_core.config import (
     ConfigWarning,
     advantage_params,
-    check_plugins,
     correction_params,
     dump_yaml,
     from_mapping,
     loss_params,
     needs_greedy_answers,
 )
+from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError
 from rl_core.function_settings import positional_parameters
 from rl_core.trainer.before.settings import update_settings

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from rl_core.algorithms import KL_ESTIMATORS, adaptive_kl_coef, estimate_kl, kl_penalty
+from rl_core.algorithms import adaptive_kl_coef, estimate_kl, kl_penalty
+from rl_core.algorithms.kl import KL_ESTIMATORS
 from rl_core.errors import ConfigError
 
 ALL = torch.tensor([True, True])

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core import algorithms
-from rl_core.algorithms import Objective, TokenLoss, estimate_kl, ppo_clip_loss, prepared_by, sum_metrics
+from rl_core.algorithms import Objective, TokenLoss, estimate_kl, ppo_clip_loss, prepared_by
+from rl_core.algorithms.objective import sum_metrics
 from rl_core.errors import ConfigError, PluginError, ShapeError
 from rl_core.interfaces import LossSpec
 from rl_core.plugins import installed, load

@@ -13,22 +13,13 @@ import pytest
 import yaml
 
 from rl_core import plugins
-from rl_core.config import (
-    Config,
-    ConfigWarning,
-    check_plugins,
-    dump_yaml,
-    engine_spec,
-    from_mapping,
-    generator_spec,
-    load,
-    origins,
-    reference_page,
-)
+from rl_core.config import Config, ConfigWarning, dump_yaml, engine_spec, from_mapping, generator_spec, load
+from rl_core.config.checks import check_plugins
 from rl_core.config.loading import own_keys
 from rl_core.config.plugin_options import SECTIONS, installed_classes
-from rl_core.config.reference import field_docs
+from rl_core.config.reference import field_docs, reference_page
 from rl_core.config.resolving import value_at
+from rl_core.config.sources import origins
 from rl_core.errors import ConfigError, PluginError
 from rl_core.interfaces import EngineSpec
 from rl_rollout.vllm.options import VLLMOptions

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rl_core.batch import Batch
-from rl_core.config import check_files, from_mapping
+from rl_core.config import from_mapping
 from rl_core.config.checks import check_plugins
+from rl_core.config.file_checks import check_files
 from rl_core.errors import ConfigError, DeadlineError, GenerationError, RLError
 from rl_core.trainer.update import served_reference
 from rl_core.trainer.update.served_reference import ServedReference

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_core.algorithms import (
-    REDUCTIONS,
     Objective,
     TokenAdvantages,
     dpo_loss,
@@ -25,6 +24,7 @@ from rl_core.algorithms import (
     reinforce_plus_plus_advantages,
     reward_model_loss,
 )
+from rl_core.algorithms.reductions import REDUCTIONS
 from rl_core.batch import Batch
 from rl_core.errors import PluginError
 from rl_core.trainer.update.batch_advantages import (

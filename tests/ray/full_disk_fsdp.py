@@ -54,7 +54,7 @@ class FullTransport(WeightTransport):
         return self
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        from rl_core.rank_kit import draining
+        from rl_core.rank_kit.weight_buckets import draining
 
         with draining(buckets):
             for _ in buckets:

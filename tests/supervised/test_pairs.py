@@ -14,14 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, logsigmoid
 
-from rl_core.algorithms import (
-    Objective,
-    dpo_columns,
-    dpo_loss,
-    prompt_token_sum,
-    reward_model_columns,
-    reward_model_loss,
-)
+from rl_core.algorithms import Objective, dpo_loss, prompt_token_sum, reward_model_loss
+from rl_core.algorithms.preference_losses import dpo_columns, reward_model_columns
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, DataError, ShapeError
 from rl_core.interfaces import LossSpec

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_core.config import Config, check_plugins, from_mapping
+from rl_core.config import Config, from_mapping
+from rl_core.config.checks import check_plugins
 from rl_core.config.served_models import asked_models, with_served_models
 from rl_core.errors import ConfigError, GenerationError
 from rl_core.interfaces import LoraConfig, ServedModel

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
         best_minus_second_advantages,
     )
     from rl_core.algorithms.corrections import (
-        LogRatios,
-        OffPolicyCorrection,
         geometric_log_ratios,
         masked_ratios,
         off_policy_correction,
@@ -39,19 +37,8 @@ if TYPE_CHECKING:
     from rl_core.algorithms.distillation import (
         distillation_advantages,
     )
-    from rl_core.algorithms.groups import (
-        group_mean,
-        group_spread,
-        group_std,
-        group_sum,
-        sequence_sum,
-    )
-    from rl_core.algorithms.kl import (
-        KL_ESTIMATORS,
-        adaptive_kl_coef,
-        estimate_kl,
-        kl_penalty,
-    )
+    from rl_core.algorithms.groups import group_mean
+    from rl_core.algorithms.kl import adaptive_kl_coef, estimate_kl, kl_penalty
     from rl_core.algorithms.logprobs import (
         chunked_logprobs,
         full_logprobs,
@@ -67,52 +54,31 @@ if TYPE_CHECKING:
         sapo_loss,
     )
     from rl_core.algorithms.minibatch_losses import (
-        clip_cov_columns,
         clip_cov_loss,
-        kl_cov_columns,
         kl_cov_loss,
         token_covariances,
-        top_entropy_columns,
         top_entropy_loss,
         top_entropy_mask,
     )
-    from rl_core.algorithms.objective import (
-        Objective,
-        sum_metrics,
-    )
+    from rl_core.algorithms.objective import Objective
     from rl_core.algorithms.off_policy_mask import (
         off_policy_sequence_mask,
     )
-    from rl_core.algorithms.preference_losses import (
-        dpo_columns,
-        dpo_loss,
-        reward_model_columns,
-        reward_model_loss,
-    )
+    from rl_core.algorithms.preference_losses import dpo_loss, reward_model_loss
     from rl_core.algorithms.reductions import (
-        REDUCTIONS,
         prompt_mean,
         prompt_token_sum,
         seq_mean_token_sum_norm,
         sequence_mean,
         token_mean,
     )
-    from rl_core.algorithms.returns import (
-        discounted_returns,
-        outcome_rewards,
-        reverse_scan,
-        turn_index,
-        turn_returns,
-        turn_rewards,
-    )
+    from rl_core.algorithms.returns import discounted_returns, outcome_rewards, turn_index, turn_returns, turn_rewards
     from rl_core.algorithms.rollout_losses import (
         decoupled_ppo_loss,
         dppo_loss,
         rollout_is_loss,
     )
     from rl_core.algorithms.selection import (
-        GroupSelection,
-        MaskSelection,
         dynamic_sampling_filter,
         dynamic_sampling_replace,
         overlong_mask,
@@ -125,14 +91,7 @@ if TYPE_CHECKING:
         gspo_loss,
         gspo_token_loss,
     )
-    from rl_core.algorithms.token_loss import (
-        TokenLoss,
-        chooses_columns,
-        mean_over_sequence,
-        pairwise,
-        prepared_by,
-        takes_corrections,
-    )
+    from rl_core.algorithms.token_loss import TokenLoss, prepared_by, takes_corrections
     from rl_core.algorithms.trajectories import (
         require_complete_trajectories,
         spread_to_steps,
@@ -162,8 +121,6 @@ _MODULES = {
     "maxrl_advantages": "advantages",
     "pass_at_k": "advantages",
     "pass_at_k_advantages": "advantages",
-    "LogRatios": "corrections",
-    "OffPolicyCorrection": "corrections",
     "geometric_log_ratios": "corrections",
     "masked_ratios": "corrections",
     "off_policy_correction": "corrections",
@@ -173,11 +130,6 @@ _MODULES = {
     "sequence_log_ratios": "corrections",
     "truncated_ratios": "corrections",
     "group_mean": "groups",
-    "group_spread": "groups",
-    "group_std": "groups",
-    "group_sum": "groups",
-    "sequence_sum": "groups",
-    "KL_ESTIMATORS": "kl",
     "adaptive_kl_coef": "kl",
     "estimate_kl": "kl",
     "kl_penalty": "kl",
@@ -191,21 +143,14 @@ _MODULES = {
     "ppo_clip_loss": "losses",
     "reinforce_loss": "losses",
     "sapo_loss": "losses",
-    "clip_cov_columns": "minibatch_losses",
     "clip_cov_loss": "minibatch_losses",
-    "kl_cov_columns": "minibatch_losses",
     "kl_cov_loss": "minibatch_losses",
     "token_covariances": "minibatch_losses",
-    "top_entropy_columns": "minibatch_losses",
     "top_entropy_loss": "minibatch_losses",
     "top_entropy_mask": "minibatch_losses",
     "Objective": "objective",
-    "sum_metrics": "objective",
     "off_policy_sequence_mask": "off_policy_mask",
-    "REDUCTIONS": "reductions",
-    "dpo_columns": "preference_losses",
     "dpo_loss": "preference_losses",
-    "reward_model_columns": "preference_losses",
     "reward_model_loss": "preference_losses",
     "prompt_mean": "reductions",
     "prompt_token_sum": "reductions",
@@ -214,15 +159,12 @@ _MODULES = {
     "token_mean": "reductions",
     "discounted_returns": "returns",
     "outcome_rewards": "returns",
-    "reverse_scan": "returns",
     "turn_index": "returns",
     "turn_returns": "returns",
     "turn_rewards": "returns",
     "decoupled_ppo_loss": "rollout_losses",
     "dppo_loss": "rollout_losses",
     "rollout_is_loss": "rollout_losses",
-    "GroupSelection": "selection",
-    "MaskSelection": "selection",
     "dynamic_sampling_filter": "selection",
     "dynamic_sampling_replace": "selection",
     "overlong_mask": "selection",
@@ -233,9 +175,6 @@ _MODULES = {
     "gspo_loss": "sequence_losses",
     "gspo_token_loss": "sequence_losses",
     "TokenLoss": "token_loss",
-    "chooses_columns": "token_loss",
-    "mean_over_sequence": "token_loss",
-    "pairwise": "token_loss",
     "prepared_by": "token_loss",
     "takes_corrections": "token_loss",
     "require_complete_trajectories": "trajectories",
@@ -261,8 +200,6 @@ __all__ = [
     "maxrl_advantages",
     "pass_at_k",
     "pass_at_k_advantages",
-    "LogRatios",
-    "OffPolicyCorrection",
     "geometric_log_ratios",
     "masked_ratios",
     "off_policy_correction",
@@ -272,11 +209,6 @@ __all__ = [
     "sequence_log_ratios",
     "truncated_ratios",
     "group_mean",
-    "group_spread",
-    "group_std",
-    "group_sum",
-    "sequence_sum",
-    "KL_ESTIMATORS",
     "adaptive_kl_coef",
     "estimate_kl",
     "kl_penalty",
@@ -290,18 +222,13 @@ __all__ = [
     "ppo_clip_loss",
     "reinforce_loss",
     "sapo_loss",
-    "clip_cov_columns",
     "clip_cov_loss",
-    "kl_cov_columns",
     "kl_cov_loss",
     "token_covariances",
-    "top_entropy_columns",
     "top_entropy_loss",
     "top_entropy_mask",
     "Objective",
-    "sum_metrics",
     "off_policy_sequence_mask",
-    "REDUCTIONS",
     "prompt_mean",
     "prompt_token_sum",
     "seq_mean_token_sum_norm",
@@ -309,17 +236,13 @@ __all__ = [
     "token_mean",
     "discounted_returns",
     "outcome_rewards",
-    "reverse_scan",
     "turn_index",
     "turn_returns",
     "turn_rewards",
     "decoupled_ppo_loss",
-    "dpo_columns",
     "dpo_loss",
     "dppo_loss",
     "rollout_is_loss",
-    "GroupSelection",
-    "MaskSelection",
     "dynamic_sampling_filter",
     "dynamic_sampling_replace",
     "overlong_mask",
@@ -330,10 +253,7 @@ __all__ = [
     "gspo_loss",
     "gspo_token_loss",
     "TokenLoss",
-    "chooses_columns",
-    "mean_over_sequence",
     "prepared_by",
-    "pairwise",
     "takes_corrections",
     "require_complete_trajectories",
     "spread_to_steps",
@@ -342,7 +262,6 @@ __all__ = [
     "trajectory_scores",
     "turn_level_advantages",
     "value_clip_loss",
-    "reward_model_columns",
     "reward_model_loss",
 ]
 

@@ -7,8 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.config.checks import check_plugins
-    from rl_core.config.file_checks import check_files
     from rl_core.config.function_params import (
         advantage_params,
         asks_for_correction,
@@ -20,59 +18,24 @@ if TYPE_CHECKING:
         objective_of,
     )
     from rl_core.config.layers import ConfigWarning, Given
-    from rl_core.config.reference import reference_page
-    from rl_core.config.resolving import RULES, dump_yaml, resolve
-    from rl_core.config.sources import Loaded, Origin, from_mapping, load, origins
+    from rl_core.config.resolving import dump_yaml, resolve
+    from rl_core.config.sources import Loaded, from_mapping, load, origins
     from rl_core.config.specs import engine_spec, generator_spec, needs_engine
-    from rl_core.config.tree import (
-        AlgorithmConfig,
-        Config,
-        CriticConfig,
-        DataConfig,
-        DynamicSamplingConfig,
-        EnvironmentConfig,
-        EvalSamplingConfig,
-        GeneratorConfig,
-        InferenceEngineConfig,
-        KLControlConfig,
-        OffPolicyCorrectionConfig,
-        PlacementConfig,
-        PolicyConfig,
-        RefConfig,
-        RefModelConfig,
-        SamplingConfig,
-        TrainerConfig,
-    )
+    from rl_core.config.tree import AlgorithmConfig, Config
     from rl_core.config.value_checks import check_values
 
 _MODULES = {
+    "check_values": "value_checks",
+    "origins": "sources",
     "Config": "tree",
-    "TrainerConfig": "tree",
-    "PolicyConfig": "tree",
-    "CriticConfig": "tree",
-    "RefConfig": "tree",
-    "RefModelConfig": "tree",
-    "PlacementConfig": "tree",
     "AlgorithmConfig": "tree",
-    "KLControlConfig": "tree",
-    "OffPolicyCorrectionConfig": "tree",
-    "DynamicSamplingConfig": "tree",
-    "GeneratorConfig": "tree",
-    "SamplingConfig": "tree",
-    "EvalSamplingConfig": "tree",
-    "InferenceEngineConfig": "tree",
-    "DataConfig": "tree",
-    "EnvironmentConfig": "tree",
     "load": "sources",
     "from_mapping": "sources",
     "Loaded": "sources",
     "Given": "layers",
     "ConfigWarning": "layers",
-    "origins": "sources",
-    "Origin": "sources",
     "resolve": "resolving",
     "dump_yaml": "resolving",
-    "RULES": "resolving",
     "engine_spec": "specs",
     "generator_spec": "specs",
     "needs_engine": "specs",
@@ -84,39 +47,19 @@ _MODULES = {
     "needs_reference": "function_params",
     "objective_of": "function_params",
     "needs_greedy_answers": "function_params",
-    "check_values": "value_checks",
-    "check_files": "file_checks",
-    "check_plugins": "checks",
-    "reference_page": "reference",
 }
 __all__ = [
+    "check_values",
+    "origins",
     "Config",
-    "TrainerConfig",
-    "PolicyConfig",
-    "CriticConfig",
-    "RefConfig",
-    "RefModelConfig",
-    "PlacementConfig",
     "AlgorithmConfig",
-    "KLControlConfig",
-    "OffPolicyCorrectionConfig",
-    "DynamicSamplingConfig",
-    "GeneratorConfig",
-    "SamplingConfig",
-    "EvalSamplingConfig",
-    "InferenceEngineConfig",
-    "DataConfig",
-    "EnvironmentConfig",
     "load",
     "from_mapping",
     "Loaded",
     "Given",
     "ConfigWarning",
-    "origins",
-    "Origin",
     "resolve",
     "dump_yaml",
-    "RULES",
     "engine_spec",
     "generator_spec",
     "needs_engine",
@@ -128,10 +71,6 @@ __all__ = [
     "needs_reference",
     "objective_of",
     "needs_greedy_answers",
-    "check_values",
-    "check_files",
-    "check_plugins",
-    "reference_page",
 ]
 
 

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.testing.environments import EnvironmentConformance
-    from rl_core.testing.scripted_engine import ScriptedClient
     from rl_core.testing.transports import WeightTransportConformance
 
 _MODULES = {
     "WeightTransportConformance": "rl_core.testing.transports",
     "EnvironmentConformance": "rl_core.testing.environments",
-    "ScriptedClient": "rl_core.testing.scripted_engine",
 }
 __all__ = [
     "WeightTransportConformance",
     "EnvironmentConformance",
-    "ScriptedClient",
 ]
 
 if "pytest" in sys.modules:
