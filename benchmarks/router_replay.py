@@ -34,7 +34,7 @@ from rl_core.batch import Batch
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, RankInfo, WorkerSpec
 from rl_core.layout import Mesh, layers_in, packed_layout, pipeline_chunks, plan_micro_batches, rank_positions
 from rl_megatron import MegatronOptions, megatron
-from rl_megatron.routes.route_layout import router_order
+from rl_megatron.rank.route_layout import router_order
 from rl_transformers.testing.models import make_checkpoint
 
 NUM_LAYERS, NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 16, 4

@@ -23,7 +23,7 @@ from rl_core.layout import (
 from rl_core.layout.ranges import ranges
 from rl_megatron.checks.refusals import FIXED_FIELDS
 from rl_megatron.checks.refused_models import FIXED, REFUSED, as_json
-from rl_megatron.routes.route_layout import deal_padding, router_order
+from rl_megatron.rank.route_layout import deal_padding, router_order
 
 MESH = Mesh(world_size=16, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1, virtual_pipeline=2)
 NUM_LAYERS, NUM_DENSE, NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2, 8, 2

@@ -234,7 +234,7 @@ def leave_out_group_scores() -> None:
     """Uses Megatron's own choice of experts."""
     from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
-    from rl_megatron.routes import router_replay
+    from rl_megatron.rank import router_replay
 
     def megatrons(scores_SE, count, *, num_groups, best_groups, summed_per_group):
         if not best_groups:
@@ -246,7 +246,7 @@ def leave_out_group_scores() -> None:
 
 def recompute_by_own_choice() -> None:
     """During recomputation, routers choose experts again instead of repeating the choices of the forward pass."""
-    from rl_megatron.routes.router_replay import RouterChoices
+    from rl_megatron.rank.router_replay import RouterChoices
 
     choose = RouterChoices.get_replay_topk
 
@@ -271,7 +271,7 @@ def count_layers_with_experts() -> None:
 
 
 def _count_layers(layer_of) -> None:
-    from rl_megatron.routes.router_replay import RoutedChunks
+    from rl_megatron.rank.router_replay import RoutedChunks
 
     make = RoutedChunks.__init__
 

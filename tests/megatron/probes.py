@@ -39,8 +39,8 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
     from rl_megatron.model.chunks import build_chunks
     from rl_megatron.model.export import WeightExport
     from rl_megatron.rank.checkpoint import _sharded_state
+    from rl_megatron.rank.routing import Routing
     from rl_megatron.rank.worker import MegatronWorker
-    from rl_megatron.routes.routing import Routing
 
     class RecordingRouting(Routing):
         @contextmanager

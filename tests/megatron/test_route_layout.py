@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import ConfigError
-from rl_megatron.routes.route_layout import deal_padding, router_order
+from rl_megatron.rank.route_layout import deal_padding, router_order
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 2, 4]))

@@ -46,7 +46,7 @@ def listed(heading: str) -> tuple[str, ...]:
 
 LAYERS = listed("layer")
 """Each layer imports only layers before it."""
-ROOMS = {"rl_core.trainer": listed("room")}
+ROOMS = {name: listed(f"room of `{name}`") for name in ("rl_core.trainer", "rl_megatron")}
 """Package → its modules and folders. Each imports only those before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Layer that is useful without other layers → the only library that it imports. Of rl_core it imports only `GROUND`."""

@@ -14,9 +14,9 @@ import attrs
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Backend, RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
-from rl_megatron.checks.megatron_fields import require_bridge
 from rl_megatron.checks.refusals import refuse
 from rl_megatron.checks.training_checks import require_trainable
+from rl_megatron.megatron_fields import require_bridge
 from rl_megatron.options import MegatronOptions, mesh_of, one_rank_options, transformer_fields
 from rl_transformers.proof.model_proof import code_digest, require_proof, version_of
 

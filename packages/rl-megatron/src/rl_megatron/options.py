@@ -9,7 +9,7 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.layout.mesh import Mesh
-from rl_megatron.checks.megatron_fields import require_fields
+from rl_megatron.megatron_fields import require_fields
 
 
 @attrs.frozen(kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rl_megatron.checks.megatron_fields import require_bridge
+from rl_megatron.megatron_fields import require_bridge
 
 HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
 _TE_CLASSES = (

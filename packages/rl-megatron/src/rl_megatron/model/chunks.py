@@ -31,8 +31,7 @@ from rl_megatron.model.rotary import rotary_fields, set_frequencies
 from rl_megatron.model.trained import freeze_others, keep_input_gradients
 from rl_megatron.model.value_head import ValueHead, load_head, put_heads
 from rl_megatron.options import transformer_fields
-from rl_megatron.rank.groups import embedding_group
-from rl_megatron.rank.start import Place
+from rl_megatron.place import Place, embedding_group
 
 _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "apply_rope_fusion": False,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_core.algorithms.logprobs import KeptIds, chunked_logprobs
 from rl_megatron.model.parallel_logprobs import parallel_logprobs
-from rl_megatron.rank.groups import tensor_group
+from rl_megatron.place import tensor_group
 
 
 class TokenScorer:

@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from rl_core.rank_kit.model_files import read_head
-from rl_megatron.rank.groups import pipeline_group
+from rl_megatron.place import pipeline_group
 
 
 class ValueHead(torch.nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_megatron.patches.patching import replace
-from rl_megatron.rank.groups import expert_group
+from rl_megatron.place import expert_group
 
 
 def fix_scatter() -> None:

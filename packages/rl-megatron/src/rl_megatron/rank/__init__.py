@@ -1,2 +1,2 @@
-"""The work of one rank: joins the mesh, lays out micro-batches, runs pipeline schedules, steps the optimizer and saves
-state."""
+"""The work of one rank: joins the mesh, lays out micro-batches, runs pipeline schedules, makes routers follow recorded
+routes, steps the optimizer and saves state."""

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 
 from rl_core.interfaces import Metrics
-from rl_megatron.rank.start import Place
+from rl_megatron.place import Place
 
 _NAMES = {
     "aux_loss": "load_balancing_loss",

@@ -17,7 +17,7 @@ from rl_core.layout.mesh import Mesh
 from rl_core.layout.slices import Layout, context_positions, packed_layout, padded_layout
 from rl_core.rank_kit.device_copies import on_device
 from rl_megatron.model.attention import Segments
-from rl_megatron.rank.start import Place
+from rl_megatron.place import Place
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import attrs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_core.interfaces import RankInfo
-from rl_core.layout.mesh import Coordinates, Mesh
+from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.process_group import COLLECTIVE_TIMEOUT, join_process_group, own_device
 from rl_megatron.patches import fixes_bridge, fixes_megatron, platform
-
-
-@attrs.frozen(kw_only=True)
-class Place:
-    """This rank's place in the mesh."""
-
-    rank: int
-    mesh: Mesh
-    device: torch.device
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """The rank's coordinate on each axis."""
-        return self.mesh.coordinates(self.rank)
-
-    @property
-    def returns_results(self) -> bool:
-        """Whether the controller reads this rank's scores."""
-        return self.mesh.returns_results(self.rank)
-
+from rl_megatron.place import Place
 
 _is_prepared = False
 

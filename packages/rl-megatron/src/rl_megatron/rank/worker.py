@@ -48,17 +48,17 @@ from rl_megatron.model.lora import write_adapter
 from rl_megatron.model.scoring import TokenScorer, zero_of
 from rl_megatron.model.value_head import ValueScorer, head_tensors
 from rl_megatron.options import mesh_of
+from rl_megatron.place import context_group
 from rl_megatron.rank.auxiliary_losses import AuxiliaryLosses
 from rl_megatron.rank.checkpoint import read_state, start_writing, write_state
-from rl_megatron.rank.groups import context_group
 from rl_megatron.rank.micro_batch import MicroBatch, micro_batches, to_stream
 from rl_megatron.rank.offloading import HostCopy
 from rl_megatron.rank.optimizer import Optimizer, wrap_for_training
 from rl_megatron.rank.perturbation import trained_pieces
+from rl_megatron.rank.routing import Routing
 from rl_megatron.rank.schedule import run_schedule
 from rl_megatron.rank.shard_marks import mark_shards
 from rl_megatron.rank.start import join, leave
-from rl_megatron.routes.routing import Routing
 from rl_transformers.kept_tensors import copy_processors, with_rest
 from rl_transformers.pretrained import read_generation, write_tokenizer
 

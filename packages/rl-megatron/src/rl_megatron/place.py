@@ -1,11 +1,37 @@
-"""Returns Megatron's process groups with precise types, because Megatron's own functions are declared to return Any."""
+"""A rank's place in the mesh, and its process groups.
+
+Megatron's own functions that return a group are declared to return Any; those here have precise types.
+"""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import attrs
+import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
+
+from rl_core.layout.mesh import Coordinates, Mesh
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """This rank's place in the mesh."""
+
+    rank: int
+    mesh: Mesh
+    device: torch.device
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """The rank's coordinate on each axis."""
+        return self.mesh.coordinates(self.rank)
+
+    @property
+    def returns_results(self) -> bool:
+        """Whether the controller reads this rank's scores."""
+        return self.mesh.returns_results(self.rank)
 
 
 def tensor_group() -> ProcessGroup:

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from rl_core.layout.balancing import IntArray
 from rl_core.rank_kit.device_copies import on_device
 from rl_core.rank_kit.route_layers import routes_of
+from rl_megatron.place import Place
 from rl_megatron.rank.micro_batch import MicroBatch
+from rl_megatron.rank.route_layout import deal_padding, router_order
 from rl_megatron.rank.schedule import Around
-from rl_megatron.rank.start import Place
-from rl_megatron.routes.route_layout import deal_padding, router_order
 
 
 @attrs.frozen(kw_only=True, eq=False)

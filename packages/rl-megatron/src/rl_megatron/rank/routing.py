@@ -15,9 +15,9 @@ from rl_core.rank_kit.model_shapes import model_shape
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.options import field_key, transformer_fields
+from rl_megatron.place import Place
+from rl_megatron.rank.router_replay import RoutedChunks
 from rl_megatron.rank.schedule import Around
-from rl_megatron.rank.start import Place
-from rl_megatron.routes.router_replay import RoutedChunks
 
 
 class Routing:
