@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rl_core import algorithms
+from rl_core.algorithms.reductions import REDUCTIONS
 from rl_core.layout import plan_micro_batches
 
 NUM_SEQUENCES, SAMPLES_PER_PROMPT, ROUNDS = 4096, 16, 5
@@ -178,7 +179,7 @@ def main() -> int:
         columns.update({f"{made}_T": values_T for made, values_T in runs[name]().items()})
     runs |= {label: loss_run(name, settings, columns) for label, (name, settings) in LOSSES.items()}
     runs |= {name: estimator_run(name, settings, columns) for name, settings in ESTIMATORS.items()}
-    runs |= {name: reduction_run(function, columns) for name, function in algorithms.REDUCTIONS.items()}
+    runs |= {name: reduction_run(function, columns) for name, function in REDUCTIONS.items()}
     seconds = best_times(runs)
 
     reference = seconds["ppo_clip"]
