@@ -103,8 +103,8 @@ def test_the_plug_ins_keys_are_shown_and_documented(environment: dict[str, str])
     )
     assert "| `journal_every` | int, at least 1 | `1` | Only every n-th request is recorded. |" in page
     assert (
-        "| `answer_tokens` | int, at least 1 | `2` | Maximum tokens of an answer, even if the sampling parameters allow "
-        "more. |"
+        "| `answer_tokens` | int, at least 1 | `2` | Maximum tokens of an answer, even if the sampling parameters "
+        "allow more. |"
     ) in page
 
 
