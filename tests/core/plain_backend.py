@@ -90,7 +90,7 @@ class PlainWorker(ReferenceWorker):
             dist.all_reduce(gradient)
 
     def optim_step(self, update=None):
-        for parameter in self.model.parameters():
+        for parameter in (p for p in self.model.parameters() if p.requires_grad):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self.add_up(parameter.grad)
@@ -102,8 +102,8 @@ class PlainWorker(ReferenceWorker):
             self.add_up(gradient)
         return gradients
 
-    def export_weights(self, max_bucket_bytes):
-        return super().export_weights(max_bucket_bytes) if self.rank.rank == 0 else iter(())
+    def export_weights(self, max_bucket_bytes, **options):
+        return super().export_weights(max_bucket_bytes, **options) if self.rank.rank == 0 else iter(())
 
     def save_state(self, directory):
         self._on_rank_0(super().save_state, directory)
@@ -275,7 +275,7 @@ class ReturnsScoresInThePlansOrder(PlainWorker):
 class ExportsItsShardOnly(PlainWorker):
     """Exports only the first half of the parameters, as if the other half were on another rank, which sends nothing."""
 
-    def export_weights(self, max_bucket_bytes) -> Iterator[Any]:
+    def export_weights(self, max_bucket_bytes, **options) -> Iterator[Any]:
         from rl_core.rank_kit.weight_buckets import pack_buckets
 
         named = list(self.model.named_parameters())
@@ -292,8 +292,8 @@ class EachRankExportsItsOwn(PlainWorker):
     def add_up(self, gradient):
         pass
 
-    def export_weights(self, max_bucket_bytes):
-        return ReferenceWorker.export_weights(self, max_bucket_bytes)
+    def export_weights(self, max_bucket_bytes, **options):
+        return ReferenceWorker.export_weights(self, max_bucket_bytes, **options)
 
 
 class SkipsAlone(PlainWorker):

@@ -202,20 +202,20 @@ class ExportsOldWeights(PlainWorker):
         super().__init__(spec, rank)
         self.first = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
 
-    def export_weights(self, max_bucket_bytes):
+    def export_weights(self, max_bucket_bytes, **options):
         return pack_buckets(self.first.items(), max_bucket_bytes)
 
 
 class ExportsWithAPrefix(PlainWorker):
-    def export_weights(self, max_bucket_bytes):
+    def export_weights(self, max_bucket_bytes, **options):
         return pack_buckets(
             ((f"module.{name}", weight) for name, weight in self.model.named_parameters()), max_bucket_bytes
         )
 
 
 class ExportsOneBucket(PlainWorker):
-    def export_weights(self, max_bucket_bytes):
-        return super().export_weights(1 << 30)
+    def export_weights(self, max_bucket_bytes, **options):
+        return super().export_weights(1 << 30, **options)
 
 
 class ForgetsTheOptimizer(PlainWorker):

@@ -150,10 +150,12 @@ class GlooWorker(Worker):
         self.gradient = torch.zeros(1)
         return step
 
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
         yield from ()
 
-    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+    def publish(
+        self, sender: WeightSender, version: int, max_bucket_bytes: int, *, only_trained: bool = False
+    ) -> Manifest:
         self._total(0.0)
         name = f"weight.{self.rank.rank}"
         record = TensorRecord(shape=(1,), dtype="float32", checksum=max_bucket_bytes)

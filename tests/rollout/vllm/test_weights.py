@@ -106,6 +106,27 @@ async def test_the_engine_refuses_a_later_update_that_lacks_a_tensor(dense_serve
     await client.close()
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+async def test_the_engine_keeps_the_layers_that_a_sync_of_trained_tensors_leaves_out(dense_server, transport):
+    client = await connect(dense_server)
+    async with policy_of(dense_server.model_path, trainable=(r"layers\.1\.mlp\.down", "model.norm")) as policy:
+        trainer = trained(client, policy)
+        engines = serving(policy, client, transport, interval=None, only_trained=True)
+        sent = []
+        for version in range(trainer.version, trainer.version + 3):
+            engines._version = version
+            sent.append((await engines._publish()).sent.tensors)
+            assert (await trainer.verification.probe(version))["weight_sync/logprob_diff_mean"] < LIMIT
+            await policy.perturb(version, 0.2)
+        assert (
+            set(sent[1])
+            == set(sent[2])
+            == {name for name in sent[0] if name.startswith("model.layers.1.") or name == "model.norm.weight"}
+        )
+        assert sent[1]["model.norm.weight"] != sent[2]["model.norm.weight"]
+    await client.close()
+
+
 def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
     """Returns a function that applies `change` to one layer's `gate_proj`. The buckets have the result's checksums."""
 

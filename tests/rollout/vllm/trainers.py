@@ -26,12 +26,19 @@ REFUSED = "does not compute with the trainer's weights"
 
 
 def policy_spec(
-    model_path: Any, options: Any, *, optimizer: OptimizerConfig | None, bf16: bool, lora: LoraConfig | None = None
+    model_path: Any,
+    options: Any,
+    *,
+    optimizer: OptimizerConfig | None,
+    bf16: bool,
+    lora: LoraConfig | None = None,
+    trainable: tuple[str, ...] | None = None,
 ) -> WorkerSpec:
-    """The model's spec with a backend's options. With `lora`, only an adapter is trained; otherwise all weights."""
+    """The model's spec with a backend's options. With `lora`, only an adapter is trained; with `trainable`, only the
+    parameters that it names; otherwise all weights."""
     return WorkerSpec(
         role="policy",
-        model=ModelConfig(path=str(model_path), lora=lora or LoraConfig()),
+        model=ModelConfig(path=str(model_path), lora=lora or LoraConfig(), trainable=trainable),
         optimizer=optimizer,
         options=options,
         bf16=bf16,
@@ -46,11 +53,17 @@ def policy_spec(
 
 @asynccontextmanager
 async def policy_of(
-    model_path: Any, lora: LoraConfig | None = None, *, strategy: str = "fsdp", bf16: bool = False
+    model_path: Any,
+    lora: LoraConfig | None = None,
+    *,
+    strategy: str = "fsdp",
+    bf16: bool = False,
+    trainable: tuple[str, ...] | None = None,
 ) -> AsyncIterator[WorkerGroup]:
     """The model on one rank; it computes in float32, or in bfloat16 with `bf16`."""
     backend = plugins.load("rl_core.backends", strategy)
-    spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=bf16, lora=lora)
+    options, optimizer = backend.options_class(), OptimizerConfig()
+    spec = policy_spec(model_path, options, optimizer=optimizer, bf16=bf16, lora=lora, trainable=trainable)
     group = await WorkerGroup.launch(backend, spec)
     try:
         yield group
@@ -58,13 +71,26 @@ async def policy_of(
         await group.close()
 
 
-def serving(policy: Any, client: Any, transport: str = "shared_memory", *, interval: int | None = 100) -> ServedEngines:
+def serving(
+    policy: Any,
+    client: Any,
+    transport: str = "shared_memory",
+    *,
+    interval: int | None = 100,
+    only_trained: bool = False,
+) -> ServedEngines:
     """Publishes as the training loop does: deltas, and whole weights once in `interval` syncs. If `interval` is None,
-    always whole weights.
+    always whole weights or, with `only_trained`, after the first sync only the trained ones.
     """
     never = VerificationSettings(prove_at_start=False, interval=0, num_tokens=256, limit=0.06, seed=0, limits=LIMITS)
     return ServedEngines(
-        ServingSettings(max_bucket_bytes=1 << 16, pause_mode="keep", delta_interval=interval, verification=never),
+        ServingSettings(
+            max_bucket_bytes=1 << 16,
+            pause_mode="keep",
+            delta_interval=interval,
+            only_trained=only_trained,
+            verification=never,
+        ),
         policy=policy,
         client=client,
         transport=plugins.load("rl_core.weight_transports", transport),
@@ -144,7 +170,7 @@ class Trainer:
         worker.__dict__.pop(method, None)
         if part is not None:
             export = getattr(worker, method)
-            setattr(worker, method, lambda max_bucket_bytes: part(export(max_bucket_bytes)))
+            setattr(worker, method, lambda *arguments, **options: part(export(*arguments, **options)))
 
     @property
     def worker(self) -> Any:
@@ -153,11 +179,11 @@ class Trainer:
         return ranks._host._worker
 
 
-def _without(exported: Any, name: str) -> Any:
-    pairs = list(exported())
+def _without(exported: Any, name: str, **options: Any) -> Any:
+    pairs = list(exported(**options))
     assert any(pair[0] == name for pair in pairs), f"{name} is not among {[pair[0] for pair in pairs]}"
     return ((other, tensor) for other, tensor in pairs if other != name)
 
 
-def _with(exported: Any, name: str, value: Any) -> Any:
-    return ((other, value if other == name else tensor) for other, tensor in exported())
+def _with(exported: Any, name: str, value: Any, **options: Any) -> Any:
+    return ((other, value if other == name else tensor) for other, tensor in exported(**options))

@@ -114,7 +114,7 @@ class PlainDdpWorker(Worker):
         """The gradients, added up over all ranks."""
         return {name: self._summed(parameter) for name, parameter in self.model.named_parameters()}
 
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
         """Rank 0 exports all weights, the other ranks none."""
         return pack_buckets(self.model.named_parameters() if self.rank.rank == 0 else (), max_bucket_bytes)
 

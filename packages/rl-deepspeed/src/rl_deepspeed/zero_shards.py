@@ -87,9 +87,9 @@ class ZeroShards:
         self._partitions.clear()
         self._num_backward = 0
 
-    def exported(self) -> Iterator[tuple[str, Tensor]]:
+    def exported(self, *, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields the exported weights, one whole tensor at a time."""
-        return self.scorer.exported_weights(self._whole)
+        return self.scorer.exported_weights(self._whole, only_trained=only_trained)
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the model's weights, one whole tensor at a time."""

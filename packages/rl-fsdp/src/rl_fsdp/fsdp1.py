@@ -26,6 +26,7 @@ from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.optimizer_steps import StepSettings
 from rl_core.rank_kit.optimizers import make_states, move_states, set_steps, state_tensors
 from rl_core.rank_kit.perturbation import Piece
+from rl_core.rank_kit.trained_parameters import unit_of
 from rl_fsdp.optimizers import like_sharded, optimizer_of, own_part
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.perturbation import trained_pieces
@@ -34,7 +35,7 @@ from rl_fsdp.shards import scale_gradients, step_if_finite
 from rl_transformers.rank.distributing import decoder_layers, receive, require_same_structure
 from rl_transformers.rank.rank_mesh import RankMesh, whole
 from rl_transformers.rank.token_scorer import Scorer
-from rl_transformers.rank.weights import checkpoint_tensors, trained_or_all
+from rl_transformers.rank.weights import checkpoint_tensors, trained_or_all, trained_units
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."
@@ -125,11 +126,13 @@ class Fsdp1Shards:
         """See `Shards`."""
         self.optimizer.zero_grad()
 
-    def exported(self) -> Iterator[tuple[str, Tensor]]:
+    def exported(self, *, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields copies of the weights, unit by unit; a gathered unit is freed before the next one is gathered."""
-        dtype = self.scorer.compute_dtype
+        dtype, trained = self.scorer.compute_dtype, trained_units(self._named())
         for weights in self._units():
             for name, weight in weights:
+                if only_trained and unit_of(name) not in trained:
+                    continue
                 yield from checkpoint_tensors(self.scorer.model, name, weight.detach().to(dtype, copy=True))
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -66,9 +66,9 @@ class TensorShards:
         """See `Shards`."""
         self.optimizer.zero_grad()
 
-    def exported(self) -> Iterator[tuple[str, Tensor]]:
+    def exported(self, *, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields one tensor at a time."""
-        return self.scorer.exported_weights()
+        return self.scorer.exported_weights(only_trained=only_trained)
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields one tensor at a time."""

@@ -319,16 +319,19 @@ class Worker(Protocol):
         ...
 
     @abstractmethod
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
         """Yields the weights under Hugging Face names. Collective: every rank must exhaust its iterator, even if it
-        yields nothing."""
+        yields nothing. `only_trained` leaves out each unit without trained parameters (`unit_of` of
+        `rl_core.rank_kit.trained_parameters`)."""
         ...
 
-    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+    def publish(
+        self, sender: WeightSender, version: int, max_bucket_bytes: int, *, only_trained: bool = False
+    ) -> Manifest:
         """Sends `export_weights` through `sender`, or only the adapter's tensors under peft's names
         (`base_model.model.<layer>.lora_A.weight`) if `LoraConfig.is_sent_alone`. Returns what this rank sent. The
         default sends `export_weights`."""
-        return sender.send(self.export_weights(max_bucket_bytes), version)
+        return sender.send(self.export_weights(max_bucket_bytes, only_trained=only_trained), version)
 
     @abstractmethod
     def save_state(self, directory: Path) -> None:

@@ -109,8 +109,9 @@ class Rendezvous:
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
     """Set if both sides keep the weights, so that later syncs can send only changes; otherwise None. Contains `id`,
-    which is unique to this sync, and `base`: the id of the sync to whose weights the changes are applied, or None if
-    this sync sends whole weights. See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
+    which is unique to this sync; `base`: the id of the sync to whose weights the changes are applied, or None if
+    this sync sends whole weights; and `only_trained`: whether neither side keeps weights, and the changes are the
+    tensors that are trained. See `rl_core.rank_kit.weight_deltas`. Transports do not read it."""
     is_staged: bool = True
     """The transport's `WeightTransport.is_staged`, set by `publish_weights`. If False, either all engines get the
     version or none does, so a client raises as soon as any engine fails."""

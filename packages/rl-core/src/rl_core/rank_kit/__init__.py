@@ -18,6 +18,7 @@
     route_layers       selecting the routes of the layers that a rank reads
     device_copies      copies of a batch to the computing device
     row_moves          moving rows of a tensor to distinct places and back, with gradients that need no sums
+    trained_parameters which parameters `model.trainable` selects, and which tensors a sync of trained ones sends
     perturbation       temporary noise on the parameters
 
 All ranks of a model call the same functions in the same order, because some of them are collective. Nothing here

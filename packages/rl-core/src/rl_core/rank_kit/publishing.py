@@ -18,7 +18,7 @@ class Exporting(Protocol):
 
     spec: WorkerSpec
 
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
         """See `Worker.export_weights`."""
         ...
 
@@ -27,10 +27,13 @@ class Exporting(Protocol):
         ...
 
 
-def publish(worker: Exporting, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+def publish(
+    worker: Exporting, sender: WeightSender, version: int, max_bucket_bytes: int, *, only_trained: bool
+) -> Manifest:
     """Implements `Worker.publish` for an `Exporting` worker."""
-    export = worker.export_adapter if worker.spec.model.lora.is_sent_alone else worker.export_weights
-    return sender.send(export(max_bucket_bytes), version)
+    if worker.spec.model.lora.is_sent_alone:
+        return sender.send(worker.export_adapter(max_bucket_bytes), version)
+    return sender.send(worker.export_weights(max_bucket_bytes, only_trained=only_trained), version)
 
 
 def pack_on_first(

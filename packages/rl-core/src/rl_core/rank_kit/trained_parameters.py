@@ -61,6 +61,13 @@ def trained_parameters(expressions: Sequence[str], parameters: Mapping[str, Part
     return frozenset(trained)
 
 
+def unit_of(name: str) -> str:
+    """The part of a model that a weight sync sends as a whole, by the name of one of its tensors: a layer (`layers.3.`)
+    or, outside the layers, the tensor. Engines store tensors of one layer together, and load them only together."""
+    layer = re.match(r".*?\.\d+\.", name)
+    return name if layer is None else layer[0]
+
+
 def _nearest(expression: str, names: Iterable[str]) -> list[str]:
     """Up to three names that are similar to the expression's text."""
     asked = re.sub(r"[\\^$()\[\]]|\.\*", "", expression)

@@ -51,6 +51,12 @@ class HeldWeights:
             raise WeightSyncError(f"got changes relative to weights {base}, but {who} holds {self.id or 'none'}")
 
 
+def has_only_trained(delta: Mapping[str, Any] | None) -> bool:
+    """Whether a sync sends only the tensors that are trained; the engine keeps its others. `delta`:
+    `Rendezvous.delta`."""
+    return delta is not None and bool(delta.get("only_trained")) and delta["base"] is not None
+
+
 class DeltaSender(WeightSender):
     """The rank's end of a delta sync. Wraps another sender and sends whole weights, or only changes if `delta` has a
     base."""
@@ -155,7 +161,11 @@ def received(
         if delta is None:
             yield from arriving
             return
-        if delta["base"] is None:
+        if delta.get("only_trained"):
+            if delta["base"] is not None:
+                _require_base(HeldWeights(held_id), delta["base"], arriving)
+            yield from arriving
+        elif delta["base"] is None:
             for bucket in arriving:
                 held.tensors |= {name: _copied(tensor) for name, tensor in unpack_bucket(bucket)}
                 yield bucket

@@ -25,7 +25,7 @@ from rl_core.interfaces import (
     Worker,
     WorkerSpec,
 )
-from rl_core.rank_kit.weight_deltas import DeltaSender, HeldWeights
+from rl_core.rank_kit.weight_deltas import DeltaSender, HeldWeights, has_only_trained
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,6 +144,7 @@ class RankHost:
         only changes are sent."""
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
-        if rendezvous.delta is not None:
-            sender = DeltaSender(sender, rendezvous.delta, self._held)
-        return self._worker.publish(sender, version, max_bucket_bytes)
+        delta = rendezvous.delta
+        if delta is not None and not delta.get("only_trained"):
+            sender = DeltaSender(sender, delta, self._held)
+        return self._worker.publish(sender, version, max_bucket_bytes, only_trained=has_only_trained(delta))

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_core.rank_kit.trained_parameters import unit_of
 from rl_megatron.model.bridge import get_module_and_param_from_name
-from rl_megatron.model.trained import own_parameters
+from rl_megatron.model.trained import names_of, own_parameters
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _BUFFER = ".e_score_correction_bias"
@@ -34,16 +35,18 @@ class WeightExport:
         self._plan: list[Any] = []
         self._trained: frozenset[str] | None = None
 
-    def weights(self, *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, with_buffers: bool, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight is yielded once. All
         ranks must drain the iterator together.
 
         `with_buffers` also yields the expert bias (a buffer), which some routers add to scores when they choose
-        experts.
+        experts. `only_trained` leaves out units (`unit_of`) without trained parameters.
         """
         config = self._chunks[0].config
         self._make_plan()
-        tasks = [self._with_tensor(task) for task in self._plan]
+        units = {unit_of(name) for name in self.trained_names()} if only_trained else None
+        plan = [task for task in self._plan if units is None or unit_of(names_of(task)[0]) in units]
+        tasks = [self._with_tensor(task) for task in plan]
         for name, tensor in self._converter.stream_weights_megatron_to_hf(
             self._chunks, self._model, cpu=False, show_progress=False, conversion_tasks=tasks
         ):

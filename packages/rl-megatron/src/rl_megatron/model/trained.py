@@ -47,9 +47,14 @@ def own_parameters(bridge: Any, chunks: Sequence[Any]) -> list[tuple[nn.Paramete
     own = []
     for task in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, list(chunks)):
         if task is not None and task.megatron_module is not None and isinstance(task.param_weight, nn.Parameter):
-            names = task.mapping.hf_param
-            own.append((task.param_weight, (names,) if isinstance(names, str) else tuple(names.values())))
+            own.append((task.param_weight, names_of(task)))
     return own
+
+
+def names_of(task: Any) -> tuple[str, ...]:
+    """The names of the checkpoint's tensors that the parameter of a conversion task holds."""
+    names = task.mapping.hf_param
+    return (names,) if isinstance(names, str) else tuple(names.values())
 
 
 def _unit(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -97,8 +97,7 @@ class Optimizer:
             if isinstance(optimizer, torch.optim.AdamW) and not optimizer.state:
                 # Megatron 0.16.1 saves the number of steps that it finds in the state of a parameter
                 # (`DistributedOptimizer.state_dict`), and raises on a rank whose parameters are all frozen.
-                state: dict[Any, Any] = optimizer.state
-                state["no parameter"] = {}
+                cast(Any, optimizer).state["no parameter"] = {}
         self.set_steps(0)
 
     def set_steps(self, steps_done: int) -> None:

@@ -191,19 +191,22 @@ class MegatronWorker(Worker):
                 if is_adapted or name in trained or name.startswith("value_head.")
             }
 
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
         """Yields buckets of whole weights in the compute dtype on rank 0, and nothing on other ranks. Each weight is
         gathered only when its bucket is filled, so all ranks must drain the iterator together."""
-        return pack_on_first(self._exported(self.export), max_bucket_bytes, is_first=self.place.rank == 0)
+        tensors = self._exported(self.export, only_trained=only_trained)
+        return pack_on_first(tensors, max_bucket_bytes, is_first=self.place.rank == 0)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """Like `export_weights`, but yields only the adapter, under peft's names."""
         tensors = self.export.adapters()
         return pack_on_first(tensors, max_bucket_bytes, is_first=self.place.rank == 0)
 
-    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+    def publish(
+        self, sender: WeightSender, version: int, max_bucket_bytes: int, *, only_trained: bool = False
+    ) -> Manifest:
         """Sends the buckets of `export_weights`, or of `export_adapter` if the spec says to send adapters alone."""
-        return publish(self, sender, version, max_bucket_bytes)
+        return publish(self, sender, version, max_bucket_bytes, only_trained=only_trained)
 
     def route_layers(self) -> tuple[int, ...]:
         """See `Worker.route_layers`."""
@@ -314,11 +317,16 @@ class MegatronWorker(Worker):
     def _gradient_memory(self) -> list[Tensor]:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
-    def _exported(self, export: WeightExport, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _exported(
+        self, export: WeightExport, *, only_adapters: bool = False, only_trained: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         # Engines load the expert bias from the checkpoint; training changes it only if `transformer_config_kwargs` sets
         # an update rate.
         updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
-        yield from export.adapters() if only_adapters else export.weights(with_buffers=updates_bias)
+        if only_adapters:
+            yield from export.adapters()
+        else:
+            yield from export.weights(with_buffers=updates_bias, only_trained=only_trained)
         if self.spec.role == "critic":
             yield from head_tensors(self.chunks)
 

@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
 from rl_core.rank_kit.model_files import require_all_weights
 from rl_core.rank_kit.weight_buckets import broken_weights_file, bucket_records, unpack_bucket
-from rl_core.rank_kit.weight_deltas import HeldWeights, received
+from rl_core.rank_kit.weight_deltas import HeldWeights, has_only_trained, received
 from rl_transformers.attention_proof import default_attention, sdpa_with_mask, with_eager_attention
 from rl_transformers.pretrained import no_progress_bars
 
@@ -130,6 +130,8 @@ class StagedWeights:
     version: int
     tensors: Mapping[str, Tensor]
     manifest: Manifest
+    is_part: bool = False
+    """Whether the model keeps its other weights: see `has_only_trained`."""
 
 
 def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeights:
@@ -146,7 +148,9 @@ def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeig
     for bucket in received(receiver, version, rendezvous.delta, held):
         tensors |= unpack_bucket(bucket)
         records |= bucket_records(bucket)
-    return StagedWeights(version=version, tensors=tensors, manifest=Manifest(version=version, tensors=records))
+    manifest = Manifest(version=version, tensors=records)
+    is_part = has_only_trained(rendezvous.delta)
+    return StagedWeights(version=version, tensors=tensors, manifest=manifest, is_part=is_part)
 
 
 def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
@@ -163,7 +167,7 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
     aliases = {name: name for name in expected} | _tied_names(model)
     problems = [f"{name} is not a parameter of the model" for name in staged.tensors if name not in aliases]
     arrived = {aliases[name]: name for name in staged.tensors if name in aliases}
-    problems += [f"{name} did not arrive" for name in expected if name not in arrived]
+    problems += [f"{name} did not arrive" for name in expected if name not in arrived and not staged.is_part]
     for name, record in staged.manifest.tensors.items():
         canonical = aliases.get(name)
         if canonical and record.shape != expected[canonical]:
@@ -187,10 +191,11 @@ def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
     aliases = {name: name for name in _checkpoint_shapes(model)} | _tied_names(model)
     tensors = {aliases[name]: tensor for name, tensor in staged.tensors.items()}
     parameters = dict(model.named_parameters())
-    if tensors.keys() != parameters.keys():
-        tensors = _converted(model, tensors, staged.version)
-    for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
+    if not tensors.keys() <= parameters.keys():
+        kept = revert_weight_conversion(model, {**parameters}) if staged.is_part else {}
+        tensors = _converted(model, {**kept, **tensors}, staged.version)
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
 
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:

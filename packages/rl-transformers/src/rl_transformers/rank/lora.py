@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig
+from rl_core.rank_kit.trained_parameters import unit_of
 from rl_transformers.rank.rank_mesh import whole
 
 Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
@@ -110,14 +111,16 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]
     return ((name, weight) for name, weight in model.named_parameters() if ".lora_" in name)
 
 
-def merged_weights(model: PreTrainedModel, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    model: PreTrainedModel, making: Making = as_they_are, units: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of the equivalent model without adapters, W + s · B A, one at a time. A tied weight appears
-    once.
+    once. `units`: yields only weights of these units (`unit_of`); None: all.
 
     The sum has the adapters' dtype. The names are the parameter names of the model without adapters.
     """
     for name, weight in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or (units is not None and unit_of(name) not in units):
             continue
         layer_name, is_adapted, parameter = name.rpartition(".base_layer.")
         if is_adapted and parameter == "weight":

@@ -47,9 +47,9 @@ class Shards(Protocol):
         """Clears all gradients."""
         ...
 
-    def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all whole weights under Hugging Face names, in the compute dtype (a critic's head in its own dtype).
-        Only a few exist at a time."""
+    def exported(self, *, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole weights under Hugging Face names, in the compute dtype (a critic's head in its own dtype): all,
+        or only those of `trained_units`. Only a few exist at a time."""
         ...
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:

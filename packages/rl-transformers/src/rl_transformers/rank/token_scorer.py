@@ -96,9 +96,11 @@ class TokenScorer(nn.Module):
         """The parameters in a saved state: see `trained_or_all`. A tied weight appears once."""
         return trained_or_all(self.model.named_parameters())
 
-    def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
-        """The whole model under the names of a Hugging Face checkpoint, in `compute_dtype`."""
-        return exported_weights(self.model, self.compute_dtype, making)
+    def exported_weights(
+        self, making: Making = as_they_are, *, only_trained: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model under the names of a Hugging Face checkpoint, in `compute_dtype`: see `exported_weights`."""
+        return exported_weights(self.model, self.compute_dtype, making, only_trained=only_trained)
 
 
 Scorer = TokenScorer | ValueScorer

@@ -53,10 +53,12 @@ class ValueScorer(nn.Module):
         """The parameters in a saved state, of the base model and of the head: see `trained_or_all`."""
         return trained_or_all([*self.model.named_parameters(), *head_tensors(self).items()])
 
-    def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
+    def exported_weights(
+        self, making: Making = as_they_are, *, only_trained: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """The base model under the names of a Hugging Face checkpoint, in `compute_dtype`, and the head in the dtype in
         which it is trained."""
-        yield from exported_weights(self.model, self.compute_dtype, making)
+        yield from exported_weights(self.model, self.compute_dtype, making, only_trained=only_trained)
         for name, weight in self.value_head.named_parameters():
             yield f"value_head.{name}", whole(making([weight], weight.detach))
 

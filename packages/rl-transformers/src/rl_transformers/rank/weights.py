@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_core.rank_kit.trained_parameters import Parts, trained_parameters
+from rl_core.rank_kit.trained_parameters import Parts, trained_parameters, unit_of
 from rl_transformers.rank.lora import Making, as_they_are, merged_weights
 from rl_transformers.rank.rank_mesh import whole
 
@@ -35,6 +35,11 @@ def freeze_others(model: PreTrainedModel, trainable: Sequence[str], key: str) ->
         weight.requires_grad_(own[0] in trained)
 
 
+def trained_units(weights: Iterable[tuple[str, nn.Parameter]]) -> set[str]:
+    """The units (`unit_of`) with a trained parameter."""
+    return {unit_of(name) for name, weight in weights if weight.requires_grad}
+
+
 def _checkpoint_names(model: PreTrainedModel, names: Sequence[str], weight: Tensor) -> Parts:
     """The names of the checkpoint's tensors that a parameter holds. `names`: the parameter's, several if it is tied."""
     shape = torch.empty_like(weight, device="meta")
@@ -42,13 +47,15 @@ def _checkpoint_names(model: PreTrainedModel, names: Sequence[str], weight: Tens
 
 
 def exported_weights(
-    model: PreTrainedModel, dtype: torch.dtype, making: Making = as_they_are
+    model: PreTrainedModel, dtype: torch.dtype, making: Making = as_they_are, *, only_trained: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole model under the names of a Hugging Face checkpoint, with adapters merged. A tied weight appears once.
+    """The model under the names of a Hugging Face checkpoint, with adapters merged: the whole model, or only
+    `trained_units`. A tied weight appears once.
 
     Tensors are created one at a time, so the consumer decides how many exist.
     """
-    for name, weight in merged_weights(model, making):
+    units = trained_units(model.named_parameters()) if only_trained else None
+    for name, weight in merged_weights(model, making, units):
         yield from checkpoint_tensors(model, name, whole(weight.to(dtype)))
 
 

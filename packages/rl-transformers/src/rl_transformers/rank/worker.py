@@ -157,19 +157,22 @@ class ScoringWorker(Worker):
         without a gradient."""
         return self.shards.gradients()
 
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
         """Yields the weights in the compute dtype, gathered and packed lazily. Only rank 0 yields buckets; other ranks
         take part in the gathering."""
-        return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
+        tensors = self.shards.exported(only_trained=only_trained)
+        return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """Like `export_weights`, but only the adapter, in the same dtype."""
         tensors = self.shards.adapters(self.scorer.compute_dtype)
         return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
-    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+    def publish(
+        self, sender: WeightSender, version: int, max_bucket_bytes: int, *, only_trained: bool = False
+    ) -> Manifest:
         """Sends the buckets of `export_weights`, or of `export_adapter` if the adapter is sent alone."""
-        return publish(self, sender, version, max_bucket_bytes)
+        return publish(self, sender, version, max_bucket_bytes, only_trained=only_trained)
 
     def perturb(self, seed: int, scale: float) -> None:
         """Adds noise to every trained parameter, after removing any earlier noise. `restore` removes it."""

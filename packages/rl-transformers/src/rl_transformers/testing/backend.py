@@ -44,6 +44,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.rank_kit.state_files import write_state_list
+from rl_core.rank_kit.trained_parameters import unit_of
 from rl_core.rank_kit.weight_buckets import unpack_bucket
 from rl_core.testing.tensors import (
     largest_difference,
@@ -643,6 +644,9 @@ class BackendConformance:
         after = group.weights()
         for name in frozen:
             assert torch.equal(after[name], before[name]), f"{name} is frozen, but training changed it"
+        units = {unit_of(name) for name in gradients}
+        expected = {name: weight for name, weight in after.items() if unit_of(name) in units}
+        require_equal(group.publish(0, 1 << 20, only_trained=True).tensors, expected, "sent with only_trained")
         for name, weight in weights(reference).items():
             require_close(after[name], weight, self._weight_tolerance(case), f"{name} after two steps")
         group.call(Worker.load_state, case.directory / "state")

@@ -26,6 +26,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -417,11 +418,14 @@ class RankGroup:
                 raise AssertionError(f"rank 0 reports {first}, rank {rank} reports {other}")
         return first
 
-    def publish(self, version: int, max_bucket_bytes: int) -> Published:
-        """Makes all ranks send their weights. Merges the manifests and compares them with the recorded tensors."""
+    def publish(self, version: int, max_bucket_bytes: int, *, only_trained: bool = False) -> Published:
+        """Makes all ranks send their weights, or only the trained ones. Merges the manifests and compares them with the
+        recorded tensors."""
         self._num_published += 1
         directory = self.directory / f"published-{id(self)}-{self._num_published}"
         rendezvous = RecordingTransport(directory).open(num_ranks=self.mesh.world_size, num_engines=0)
+        if only_trained:
+            rendezvous = attrs.evolve(rendezvous, delta={"id": "part", "base": "whole", "only_trained": True})
         manifest = merge_manifests(self.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
         sent = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(self.mesh.world_size)]
         tensors = {name: tensor for part in sent for name, tensor in part["tensors"].items()}

@@ -28,6 +28,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.rank_kit.objectives import require_scores
+from rl_core.rank_kit.trained_parameters import unit_of
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_transformers.proof.reference_models import as_in_a_checkpoint
 from rl_transformers.testing.forced_routes import forced_routes
@@ -165,9 +166,11 @@ class ReferenceWorker(Worker):
         }
         return {name: gradient.clone() for name, gradient in as_in_a_checkpoint(self.model, gradients).items()}
 
-    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yields all parameters in float32 under the names of a Hugging Face checkpoint."""
-        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+    def export_weights(self, max_bucket_bytes: int, *, only_trained: bool = False) -> Iterator[WeightBucket]:
+        """Yields all parameters, or those of units with trained ones, in float32 under the names of a Hugging Face
+        checkpoint."""
+        units = {unit_of(name) for name, p in self.model.named_parameters() if p.requires_grad or not only_trained}
+        parameters = {name: p.detach() for name, p in self.model.named_parameters() if unit_of(name) in units}
         return pack_buckets(as_in_a_checkpoint(self.model, parameters).items(), max_bucket_bytes)
 
     def save_state(self, directory: Path) -> None:

@@ -14,6 +14,7 @@ from rl_core.config import (
     advantage_params,
     asks_for_correction,
     correction_params,
+    engine_spec,
     loss_params,
     needs_critic,
     needs_engine,
@@ -152,8 +153,17 @@ def serving_settings(config: Config) -> ServingSettings:
         max_bucket_bytes=engine.weight_bucket_bytes,
         pause_mode=engine.weight_sync_pause_mode,
         delta_interval=engine.weight_sync_whole_interval if engine.weight_sync_delta else None,
+        only_trained=_sends_only_trained(config),
         verification=_verification(config),
     )
+
+
+def _sends_only_trained(config: Config) -> bool:
+    """Whether some parameters are frozen, and the engine keeps tensors that a sync does not send."""
+    engine = config.generator.inference_engine
+    if config.trainer.policy.model.trainable is None or engine.weight_sync_delta or not needs_engine(config):
+        return False
+    return engine_spec(config)[0].receives_deltas
 
 
 def _verification(config: Config) -> VerificationSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping
 from math import prod
@@ -19,9 +20,14 @@ class DeltaSyncs:
     or if the previous `interval` − 1 syncs sent only changes.
     """
 
-    def __init__(self, interval: int) -> None:
-        """`interval`: every `interval`-th sync sends whole weights; 1: every sync."""
-        self._interval = interval
+    def __init__(self, interval: int | None, *, only_trained: bool = False) -> None:
+        """
+        Args:
+            interval: every `interval`-th sync sends whole weights; 1: every sync; None: no sync for this reason.
+            only_trained: see `Rendezvous.delta`.
+        """
+        self._interval = math.inf if interval is None else interval
+        self.only_trained = only_trained
         self._base: str | None = None
         self._num_since_whole = 0
 
@@ -29,7 +35,11 @@ class DeltaSyncs:
         """The delta of the sync that begins now. If `succeeded` is not called for this delta, the next sync sends whole
         weights."""
         is_whole = must_be_whole or self._base is None or self._num_since_whole + 1 >= self._interval
-        delta = {"id": f"{version} ({uuid.uuid4().hex})", "base": None if is_whole else self._base}
+        delta = {
+            "id": f"{version} ({uuid.uuid4().hex})",
+            "base": None if is_whole else self._base,
+            "only_trained": self.only_trained,
+        }
         self._base = None
         return delta
 

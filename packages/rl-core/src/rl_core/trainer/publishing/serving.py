@@ -41,7 +41,10 @@ class ServingSettings:
     pause_mode: PauseMode
     delta_interval: int | None = None
     """Every `delta_interval`-th sync sends whole weights; if the engines have the previous version, the others
-    send only changes. None: all syncs send whole weights."""
+    send only changes. None: all syncs send whole weights, unless `only_trained`."""
+    only_trained: bool = False
+    """Whether a sync sends only trained tensors to engines that have the previous version. Not with
+    `delta_interval`."""
     verification: VerificationSettings
 
 
@@ -137,7 +140,9 @@ class ServedEngines:
         self._transport = transport
         self._turns = turns
         self._version = 0
-        self._deltas = None if settings.delta_interval is None else DeltaSyncs(settings.delta_interval)
+        sends_changes = settings.delta_interval is not None or settings.only_trained
+        deltas = DeltaSyncs(settings.delta_interval, only_trained=settings.only_trained)
+        self._deltas = deltas if sends_changes else None
         self._verification = verification_of(settings.verification, policy, client, self._publish)
         self.idle_lap()  # the first call starts the measurement
 
@@ -250,4 +255,6 @@ class ServedEngines:
     def _next_delta(self) -> Mapping[str, Any] | None:
         if self._deltas is None:
             return None
-        return self._deltas.next(self._version, must_be_whole=self._client.lacks_weights)
+        # An engine that has slept has lost its weights; with `weight_sync_delta`, it has kept a copy.
+        is_empty = self._deltas.only_trained and self._turns.engine_sleeps
+        return self._deltas.next(self._version, must_be_whole=self._client.lacks_weights or is_empty)

@@ -8,9 +8,10 @@ policy's adapter (`adapters`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from rl_core import plugins
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver
 from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket
-from rl_core.rank_kit.weight_deltas import HeldWeights, received
+from rl_core.rank_kit.weight_deltas import HeldWeights, has_only_trained, received
 from rl_rollout.vllm import fixes
 from rl_rollout.vllm.weights import adapters
 from rl_rollout.vllm.weights.preparation import Preparation, described
@@ -34,6 +35,7 @@ from rl_rollout.vllm.weights.stored_tensors import StoredTensor, fitting, fittin
 from rl_rollout.vllm.wire import manifest_record
 
 fixes.apply()
+_reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 _AGREE_S = 600.0
 """Longest wait of a worker for the results of the engine's other workers."""
 _IS_INTACT = "rl_is_intact"
@@ -128,7 +130,9 @@ class WeightReceiverExtension:
                 if adapter is not None:
                     tensors = _load_adapter(self, _agreed(self, arriving, adapter), adapter)
                 else:
-                    tensors = _load(self, _agreed(self, arriving) if is_staged else arriving)
+                    is_part = has_only_trained(delta)
+                    arrived = _agreed(self, arriving, is_part=is_part) if is_staged else arriving
+                    tensors = _load(self, arrived, is_part=is_part)
         except Exception as error:
             is_intact = getattr(self, _IS_INTACT, True)
             return attrs.asdict(Outcome(error=described(error), is_intact=is_intact))
@@ -184,14 +188,15 @@ def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
 
 
 def _agreed(
-    worker: Any, arriving: Iterable[WeightBucket], adapter: Mapping[str, Any] | None = None
+    worker: Any, arriving: Iterable[WeightBucket], adapter: Mapping[str, Any] | None = None, *, is_part: bool = False
 ) -> list[WeightBucket]:
     """Receives all buckets and returns them after every worker of the engine has received its own. If one worker fails,
-    raises on all of them."""
+    raises on all of them. `is_part`: see `_require_complete`."""
     buckets, failure = [], None
     try:
         buckets = list(arriving)
-        _require_complete(worker, {name for bucket in buckets for name in bucket.names}, adapter)
+        names = {name for bucket in buckets for name in bucket.names}
+        _require_complete(worker, names, adapter, is_part=is_part)
     except Exception as error:
         failure = error
     (num_failed,) = _sums_over_workers([failure is not None])
@@ -245,8 +250,9 @@ def _load_adapter(worker: Any, buckets: Iterable[WeightBucket], config: Mapping[
 
 
 @torch.no_grad()
-def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecord]:
-    """Loads all buckets into the worker's model; returns records of their tensors."""
+def _load(worker: Any, buckets: Iterable[WeightBucket], *, is_part: bool) -> dict[str, TensorRecord]:
+    """Loads all buckets into the worker's model; returns records of their tensors. `is_part`: layers of which nothing
+    arrives keep their weights."""
     model, records = worker.model_runner.get_model(), {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -254,7 +260,8 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
             setattr(worker, _IS_INTACT, False)
             yield from _unpacked(bucket, records)
 
-    with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+    quiet = _without_warnings() if is_part else nullcontext()
+    with quiet, set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
         initialize_layerwise_reload(model)
         try:
             model.load_weights(tensors())
@@ -262,22 +269,37 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
             # This also runs after a failure: it restores the layers that got nothing new, so that a later update works.
             finalize_layerwise_reload(model, worker.model_config)
             fixes.repack_tied_heads_on_cpu(model)
-    _require_complete(worker, records.keys(), None)
-    setattr(worker, _HELD, (None, frozenset(records)))
+    _require_complete(worker, records.keys(), None, is_part=is_part)
+    if not is_part:
+        setattr(worker, _HELD, (None, frozenset(records)))
     setattr(worker, _IS_INTACT, True)
     return records
 
 
-def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str, Any] | None) -> None:
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silences vLLM's warning of each layer that keeps its weights."""
+    level = _reload_logger.level
+    _reload_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _reload_logger.setLevel(level)
+
+
+def _require_complete(
+    worker: Any, names: AbstractSet[str], adapter: Mapping[str, Any] | None, *, is_part: bool
+) -> None:
     """Checks that a version has the same tensors as the previous one: vLLM silently keeps the old value of a missing
-    tensor, or leaves it unset. Another run may send an adapter with another configuration; such an adapter is not
+    tensor, or leaves it unset. If the sync sends only a part (`has_only_trained`), its tensors must be among those of
+    the previous version. Another run may send an adapter with another configuration; such an adapter is not
     compared.
 
     Tensors missing in the first version are not found here; `rl_core.trainer.publishing.verification` finds them,
     because the engine's log-probs are then wrong.
     """
     held_adapter, before = getattr(worker, _HELD, (adapter, names))
-    if held_adapter == adapter and names != before:
+    if held_adapter == adapter and (not names <= before if is_part else names != before):
         missing, new = sorted(before - names), sorted(names - before)
         raise WeightSyncError(
             f"the tensors differ from those of the previous version: {missing[:3]} are missing, {new[:3]} are new"
