@@ -45,7 +45,7 @@ import attrs
 import numpy as np
 
 from rl_core.batch import Batch
-from rl_core.interfaces import GroupRequest, Metrics, SamplingParams, Trajectory, TrajectoryStep
+from rl_core.interfaces import Generator, GroupRequest, Metrics, SamplingParams, Trajectory, TrajectoryStep
 from rl_core.trainer.groups import DataRow, FinishedGroup, PromptSource
 from rl_core.trainer.loop.buffer import GroupBuffer
 from rl_core.trainer.loop.failures import logger as failures
@@ -85,7 +85,7 @@ def play_of(seed: int, group: int) -> Play:
 
 
 class Engines:
-    """Simulated `Engines` and `Generator`: slots fill in the order of requests, and a sync freezes them."""
+    """Simulated `Engines`: slots fill in the order of requests, and a sync freezes them."""
 
     is_sampled_from = True
     are_shared = False
@@ -130,10 +130,7 @@ class Engines:
 
     async def to_models(self) -> None: ...
 
-    def prompt_length(self, row: object) -> int:
-        return 1
-
-    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+    async def play(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """Waits as long as the group takes and returns one trajectory for all of its samples."""
         play, now, ends = play_of(self._seed, request.group_id), self._now(), 0.0
         for seconds in play.seconds:
@@ -166,6 +163,17 @@ class Engines:
                 failure="the environment is gone" if play.fails else None,
             ),
         )
+
+
+class Episodes(Generator):
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    def prompt_length(self, row: object) -> int:
+        return 1
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        return await self._engines.play(request)
 
 
 class Update:
@@ -296,7 +304,7 @@ def simulate(
             "models": Models(policy=ScriptedPolicy(EventLog({}), Script())),  # pyright: ignore[reportArgumentType]
             "update": Update(),
             "rollouts": Rollouts(
-                engines,
+                Episodes(engines),
                 PromptSource([DataRow({"prompt": "?"}, "train:1")], seed=0, shuffle=False),
                 buffer,
                 settings,
@@ -313,7 +321,7 @@ def simulate(
                 loop_settings(Path(directory), streams=streams),
                 **parts,
                 buffer=buffer,
-                generator=engines,
+                generator=Episodes(engines),
                 engines=engines,
                 eval_rows=(),
                 eval_settings=settings,

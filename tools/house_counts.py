@@ -40,8 +40,9 @@ def ability_checks(trees: dict[Path, ast.Module], names: list[str]) -> list[str]
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         imported = {name.name for node in imports if node.module == "rl_core.interfaces" for name in node.names}
         for call in ast.walk(tree):
-            is_check = isinstance(call, ast.Call) and _name(call.func) in ("isinstance", "issubclass")
-            if is_check and {_name(node) for node in ast.walk(call.args[1])} & imported & set(names):
+            if not (isinstance(call, ast.Call) and _name(call.func) in ("isinstance", "issubclass")):
+                continue
+            if {_name(node) for node in ast.walk(call.args[1])} & imported & set(names):
                 found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
     return found
 
