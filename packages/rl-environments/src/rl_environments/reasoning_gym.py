@@ -169,8 +169,8 @@ def _entry_of(row: Row) -> dict[str, Any]:
         entry = None
     if not isinstance(entry, dict) or not isinstance(entry.get("question"), str) or "answer" not in entry:
         raise DataError(
-            f"entry: got {given!r:.80}; expected the puzzle as `python -m rl_environments.reasoning_gym` writes it. "
-            "Earlier versions did not: make the data again"
+            f"entry: got {given!r:.80}; expected the puzzle as `python -m rl_environments.reasoning_gym` writes "
+            "it; make the data again"
         )
     return entry
 

@@ -128,7 +128,7 @@ class RankHost:
     def bound(self, method: Callable[..., R]) -> Callable[..., R]:
         """Returns the bound method: the host's if `RankHost` defines `method`, else the worker's method of this
         name."""
-        is_own = method.__qualname__.partition(".")[0] in (own.__name__ for own in type(self).__mro__)
+        is_own = any(vars(own).get(method.__name__) is method for own in type(self).__mro__)
         return getattr(self if is_own else self._worker, method.__name__)
 
     def save_outcome(self) -> SaveOutcome:

@@ -4,6 +4,11 @@ A generating task and a training task exchange groups through a bounded buffer. 
 with a larger depth, generation runs ahead of training. When streaming, a step trains while its last groups are still
 being played (module `step_training`).
 
+    Rollouts.run                                       TrainingLoop.run
+    prompt ─► episodes ─► group ──► [ buffer ] ──► a step's groups ─► scores ─► update ─► publish
+       ▲                                                                                     │
+       └───────────── room for another group: a batch was taken, a version published ◄───────┘
+
 | task             | consumes        | produces                 | waits for                       | unblocked by       |
 |------------------|-----------------|--------------------------|---------------------------------|--------------------|
 | Rollouts.run     | prompts         | finished groups          | permission to start a group     | take, published, … |

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import yaml
 
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import CheckpointError, ConfigError, DataError
@@ -43,8 +42,6 @@ MARK = ".rl-run"
 run moves the files away, it moves this file last. This file shows that a run wrote the others. Their names alone
 are no proof, because other programs use names such as `metrics.jsonl` too."""
 _MARK_TEXT = "A run of rl writes here, and may move files that have the names of its output; see config.yaml.\n"
-_COMPLETE = ("trainer", "generator", "data", "environment")
-"""Sections that every `config.yaml` written by a run contains."""
 
 
 @attrs.frozen(kw_only=True)
@@ -229,8 +226,7 @@ def require_own_files(config: Config) -> None:
     """Checks that every file that this run would append to, move or overwrite in its directory was written by a run.
 
     If the directory has a run's mark or a complete checkpoint, all files in it that have names of a run's files count
-    as written by a run. Earlier versions wrote no mark, so a directory that has configuration, metrics and samples
-    counts as marked.
+    as written by a run.
 
     Raises:
         ConfigError: the directory contains foreign files with such names; its metrics or samples cannot be read; or the
@@ -274,16 +270,7 @@ def _foreign_entries(config: Config) -> list[Path]:
 
 
 def _is_run(run_dir: Path) -> bool:
-    if (run_dir / MARK).exists() or complete_checkpoints(run_dir / "checkpoints"):
-        return True
-    # Earlier versions, which wrote no mark, created metrics and samples together, after config.yaml.
-    if not all((run_dir / name).exists() for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)):
-        return False
-    try:
-        fields = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(fields, dict) and all(isinstance(fields.get(name), dict) for name in _COMPLETE)
+    return (run_dir / MARK).exists() or bool(complete_checkpoints(run_dir / "checkpoints"))
 
 
 def _is_unfinished(path: Path) -> bool:

@@ -34,7 +34,7 @@ _COLUMNS = {
 }
 """Per-token field of a step → dtype that stores Python's numbers without rounding."""
 _OPTIONAL = ("token_rewards", "loss_mask")
-"""Fields that a step may lack. Checkpoints of earlier versions do not mention fields that did not exist yet."""
+"""Fields that a step may lack."""
 _ANSWER_COLUMNS = {"tokens": np.int64, "logprobs": np.float64, "policy_versions": np.int64}
 """Per-token field of a completion → dtype, as in `_COLUMNS`."""
 
@@ -188,7 +188,7 @@ class _Tokens:
 
     def others(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """The routes and kept tokens of a record."""
-        names = {name: plain.get(name) for name in ("routed_experts", "kept_counts", "kept_ids")}
+        names = {name: plain[name] for name in ("routed_experts", "kept_counts", "kept_ids")}
         routes, counts, ids = (None if name is None else self.arrays[name] for name in names.values())
         kept = None if counts is None or ids is None else KeptTokens(counts=counts, ids=ids)
         return {"routed_experts": routes, "kept_tokens": kept}
@@ -213,7 +213,7 @@ def _trajectory(plain: dict[str, Any], tokens: _Tokens) -> Trajectory:
 
 def _step(plain: dict[str, Any], tokens: _Tokens) -> TrajectoryStep:
     count = plain["num_tokens"]
-    given = (name for name in _COLUMNS if name not in _OPTIONAL or plain.get(f"has_{name}"))
+    given = (name for name in _COLUMNS if name not in _OPTIONAL or plain[f"has_{name}"])
     return TrajectoryStep(
         **{name: tokens.next(name, count) for name in given},
         reward=plain["reward"],
