@@ -10,10 +10,10 @@ import attrs
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_environments.sandbox import Limits, Outcome, Sandbox, Test, shared_sandbox
+from rl_environments.sandbox import ProgramLimits, ProgramOutcome, Sandbox, Test, shared_sandbox
 
 MECHANISMS = ("bubblewrap", "landlock")
-LIMITS = Limits(cpu_s=10, wall_s=60.0)
+LIMITS = ProgramLimits(cpu_s=10, wall_s=60.0)
 """Limits for tests that do not test limits; high enough for a busy machine."""
 WALL_LIMITS_S = (0.5, 5.0, 50.0)
 """Wall-clock limits for programs that must do something before the limit ends them. A busy machine may pause a program
@@ -41,13 +41,13 @@ async def sandbox_without_mounts(directory: Path) -> Sandbox:
     return attrs.evolve(sandbox, python=str(python), has_disk=False)
 
 
-async def outcome_of(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, **test: Any) -> Outcome:
+async def outcome_of(sandbox: Sandbox, program: str, *, limits: ProgramLimits = LIMITS, **test: Any) -> ProgramOutcome:
     """Runs one test of a program and returns its outcome."""
     (outcome,) = await sandbox.run(program, [Test(**test)], limits=limits)
     return outcome
 
 
-async def answer_of(sandbox: Sandbox, program: str, *arguments: Any, limits: Limits = LIMITS) -> Any:
+async def answer_of(sandbox: Sandbox, program: str, *arguments: Any, limits: ProgramLimits = LIMITS) -> Any:
     """Calls the program's function `attack` and returns its value. Fails if the call does not complete."""
     outcome = await outcome_of(sandbox, program, limits=limits, function="attack", arguments=arguments)
     assert outcome.is_complete, outcome

@@ -16,7 +16,16 @@ import pytest
 
 import rl_environments
 from rl_core.errors import ConfigError, DeadlineError
-from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, probe_sandbox, probing, shared_sandbox
+from rl_environments.sandbox import (
+    ProgramLimits,
+    Sandbox,
+    SandboxError,
+    Test,
+    escapes,
+    probe_sandbox,
+    probing,
+    shared_sandbox,
+)
 from rl_environments.sandbox import sandbox as sandbox_module
 from rl_environments.sandbox.bubblewrap import bubblewrap_command
 from rl_environments.sandbox.inside import processes
@@ -290,7 +299,7 @@ def test_limits_out_of_bounds_are_named():
     names = ("cpu_s", "address_space_bytes", "file_bytes", "disk_bytes", "files", "open_files")
     for name, value in (*below, *((name, 10**30) for name in names)):
         with pytest.raises(ConfigError, match=f"{name}: got {value}; expected"):
-            attrs.evolve(Limits(), **{name: value})
+            attrs.evolve(ProgramLimits(), **{name: value})
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give slots their own users")

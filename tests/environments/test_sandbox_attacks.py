@@ -22,7 +22,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, shared_sandbox
+from rl_environments.sandbox import ProgramLimits, Sandbox, SandboxError, Test, escapes, shared_sandbox
 from tests.environments.boxes import (
     DEADLINE_S,
     LIMITS,
@@ -564,10 +564,10 @@ async def test_nothing_is_left_when_the_supervisor_is_killed(sandbox, marker):
 def test_nothing_is_left_when_the_trainer_is_killed(sandbox, marker):
     script = f"""
 import asyncio
-from rl_environments.sandbox import Limits, Sandbox, Test
+from rl_environments.sandbox import ProgramLimits, Sandbox, Test
 sandbox = Sandbox(**{attrs.asdict(sandbox)!r})
 program = {_SLEEPER!r} + "sleeper(input())\\nimport time\\ntime.sleep(600)"
-asyncio.run(sandbox.run(program, [Test(stdin={marker!r})], limits=Limits(wall_s=600.0)))
+asyncio.run(sandbox.run(program, [Test(stdin={marker!r})], limits=ProgramLimits(wall_s=600.0)))
 """
     with subprocess.Popen([sys.executable, "-c", script]) as trainer:
         try:
@@ -589,7 +589,9 @@ async def test_even_without_a_sandbox_processes_end_with_their_test(no_sandbox, 
     outcome = await outcome_of(no_sandbox, f"{_SLEEPER}\nsleeper(input())\nprint('left')", stdin=marker)
     assert outcome.stdout == "left\n"
     assert processes_named(f"600.{marker}") == []
-    assert (await outcome_of(no_sandbox, "while True: pass", limits=Limits(cpu_s=1, wall_s=60.0))).end == "cpu_limit"
+    assert (
+        await outcome_of(no_sandbox, "while True: pass", limits=ProgramLimits(cpu_s=1, wall_s=60.0))
+    ).end == "cpu_limit"
 
 
 async def _seen(word: str) -> None:

@@ -16,7 +16,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @attrs.frozen(eq=False)
-class Part:
+class ZeroPart:
     """A contiguous range of a parameter's elements; may be empty."""
 
     start: int
@@ -31,7 +31,7 @@ class Part:
 class Partitions(Protocol):
     """How one ZeRO stage partitions a model."""
 
-    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
+    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> ZeroPart:
         """Returns this rank's part of `weight`; moments only with `with_optimizer`."""
         ...
 
@@ -58,9 +58,9 @@ class WholeParameters:
     def __init__(self, scorer: nn.Module):
         self._scorer = scorer
 
-    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
+    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> ZeroPart:
         """Returns the whole parameter; all ranks hold it."""
-        return Part(0, weight.data.view(-1), {})
+        return ZeroPart(0, weight.data.view(-1), {})
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
         """Returns zeros: there is no gradient."""
@@ -84,19 +84,19 @@ class FlatPartitions:
         self._engine = engine
         self._zero = engine.optimizer
 
-    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
+    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> ZeroPart:
         """Returns the range of the parameter that lies in this rank's partition; it may be empty."""
         mapping = self._mapping(weight)
         if mapping is None:
             nothing = self._zero.single_partition_of_fp32_groups[0].data[:0]
-            return Part(0, nothing, dict.fromkeys(MOMENTS, nothing) if with_optimizer else {})
+            return ZeroPart(0, nothing, dict.fromkeys(MOMENTS, nothing) if with_optimizer else {})
         at = mapping.hp_fragment_address
         flat = self._zero.single_partition_of_fp32_groups[mapping.param_group_index]
         moments = {}
         if with_optimizer:
             state = moments_of(self._zero.optimizer, flat)
             moments = {kind: state[kind].narrow(0, at.start, at.numel) for kind in MOMENTS}
-        return Part(mapping.lp_fragment_address.start, flat.data.narrow(0, at.start, at.numel), moments)
+        return ZeroPart(mapping.lp_fragment_address.start, flat.data.narrow(0, at.start, at.numel), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
         """Returns the full gradient. With stage 1, this method reduces the gradients over the ranks, because DeepSpeed
@@ -164,20 +164,20 @@ class EvenPartitions:
         self._module: nn.Module = engine.module
         self._zero = engine.optimizer
 
-    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
+    def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> ZeroPart:
         """Returns the part of the float32 copy if the parameter is trained, else of the parameter."""
         size = int(weight.ds_tensor.ds_numel)  # pyright: ignore[reportAttributeAccessIssue]
         start = min(size * dist.get_rank(), self._numel(weight))
         count = min(size, self._numel(weight) - start)
         if not self._is_trained(weight):
-            return Part(start, weight.ds_tensor.data.view(-1).narrow(0, 0, count), {})  # pyright: ignore[reportAttributeAccessIssue]
+            return ZeroPart(start, weight.ds_tensor.data.view(-1).narrow(0, 0, count), {})  # pyright: ignore[reportAttributeAccessIssue]
         group, at, _ = self._zero.grad_position[self._zero.get_param_id(weight)]
         flat = self._zero.fp32_partitioned_groups_flat[group]
         moments = {}
         if with_optimizer:
             state = moments_of(self._zero.optimizer, flat)
             moments = {kind: state[kind].narrow(0, at, count) for kind in MOMENTS}
-        return Part(start, flat.data.narrow(0, at, count), moments)
+        return ZeroPart(start, flat.data.narrow(0, at, count), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
         """Returns the full gradient, put together from the parts of all ranks."""

@@ -13,17 +13,17 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult, above, at_least, between, without_thought
 from rl_environments.code_tests import ExpectedTest, expected_tests
 from rl_environments.options import is_number, one_of, options_of
-from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
+from rl_environments.sandbox import ProgramLimits, ProgramOutcome, Sandbox, shared_sandbox
 from rl_environments.sandbox.slots import MOST_SLOTS
 
 _FENCED = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 
 
-def _limits(given: Mapping[str, Any] | Limits) -> Limits:
-    if isinstance(given, Limits):
+def _limits(given: Mapping[str, Any] | ProgramLimits) -> ProgramLimits:
+    if isinstance(given, ProgramLimits):
         return given
-    known = {field.name for field in attrs.fields(Limits)}
+    known = {field.name for field in attrs.fields(ProgramLimits)}
     if not isinstance(given, Mapping) or set(given) - known:
         raise ConfigError(f"got {given!r}; expected a mapping with keys among {', '.join(sorted(known))}", key="limits")
     for name, value in given.items():
@@ -35,7 +35,7 @@ def _limits(given: Mapping[str, Any] | Limits) -> Limits:
             )
     try:
         # The kernel's limits are integers, and in YAML `1e9` is a float.
-        return Limits(**{name: value if name == "wall_s" else int(value) for name, value in given.items()})
+        return ProgramLimits(**{name: value if name == "wall_s" else int(value) for name, value in given.items()})
     except ConfigError as error:
         raise error.below("limits") from error
 
@@ -59,8 +59,8 @@ class CodeOptions:
     tests that pass."""
     max_tests: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
     """Number of tests to run, counted from the first; None: all."""
-    limits: Limits = attrs.field(factory=Limits, converter=_limits)
-    """Limits of each test: fields of `rl_environments.sandbox.Limits`."""
+    limits: ProgramLimits = attrs.field(factory=ProgramLimits, converter=_limits)
+    """Limits of each test: fields of `rl_environments.sandbox.ProgramLimits`."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = attrs.field(
         default="auto", validator=one_of("auto", "bubblewrap", "landlock", "none")
     )
@@ -129,10 +129,10 @@ class CodeEnvironment(Environment):
         reward = passed if self._options.reward == "fraction" else metrics["accuracy"]
         return StepResult(reward=reward, done=True, metrics=metrics)
 
-    async def _outcomes(self, sandbox: Sandbox, program: str) -> list[Outcome]:
+    async def _outcomes(self, sandbox: Sandbox, program: str) -> list[ProgramOutcome]:
         """Runs the tests in order and returns their outcomes. With the reward `all`, stops after the first test that
         fails."""
-        outcomes: list[Outcome] = []
+        outcomes: list[ProgramOutcome] = []
         async with sandbox.opened(program, limits=self._options.limits, wait_s=self._options.wait_s) as session:
             for expected in self._tests:
                 outcomes.append(await session.run(expected.test))
@@ -154,5 +154,5 @@ def program_in(response: str) -> str | None:
     return re.sub(rf"^[ \t]{{1,{len(indentation)}}}", "", body, flags=re.MULTILINE) if indentation else body
 
 
-def _pass(tests: Sequence[ExpectedTest], outcomes: Sequence[Outcome]) -> list[bool]:
+def _pass(tests: Sequence[ExpectedTest], outcomes: Sequence[ProgramOutcome]) -> list[bool]:
     return [expected.passes(outcome) for expected, outcome in zip(tests, outcomes, strict=False)]

@@ -25,7 +25,7 @@ import attrs
 
 from rl_core.errors import DataError
 from rl_core.interfaces import Row
-from rl_environments.sandbox import Outcome, Test
+from rl_environments.sandbox import ProgramOutcome, Test
 
 _EXPECTED = (
     "a list of {'input': text, 'output': text} (stdin and stdout), {'function': name, 'input': [arguments], 'output': "
@@ -52,7 +52,7 @@ class ExpectedTest:
     """Whether to compare as the graders of APPS, TACO and PRIME do: printed numbers may differ by a relative 1e-5,
     empty lines do not count, and a returned value may be the first item of the expected list."""
 
-    def passes(self, outcome: Outcome) -> bool:
+    def passes(self, outcome: ProgramOutcome) -> bool:
         """Whether the program ended without error and produced the expected result."""
         if not outcome.is_clean:
             return False

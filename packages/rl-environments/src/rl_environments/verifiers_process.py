@@ -48,7 +48,7 @@ class Refused(Exception):
 # --- one episode ------------------------------------------------------------------------------------------------------
 
 
-class Episode:
+class VerifiersEpisode:
     """One episode, and the answers that it waits for."""
 
     def __init__(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Policy(vf.Client):
     """Answers the model's requests with the policy's responses."""
 
     def __init__(self) -> None:
-        self.playing: dict[str, Episode] = {}
+        self.playing: dict[str, VerifiersEpisode] = {}
         """Trace id → episode."""
 
     async def get_response(
@@ -225,7 +225,7 @@ def send(record: Mapping[str, Any]) -> None:
     _answers.flush()
 
 
-async def play(env: vf.Env, episode: Episode, data: Mapping[str, Any]) -> None:
+async def play(env: vf.Env, episode: VerifiersEpisode, data: Mapping[str, Any]) -> None:
     """Plays an episode and reports its end."""
 
     def remember(trace: Any) -> None:
@@ -260,14 +260,14 @@ async def serve(env: vf.Env) -> None:
     """Plays episodes until stdin ends."""
     reader = asyncio.StreamReader(limit=2**30)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    episodes: dict[str, Episode] = {}
+    episodes: dict[str, VerifiersEpisode] = {}
     async with env.serving():
         send({"ready": True})
         while line := await reader.readline():
             record = json.loads(line)
             name = record["id"]
             if "task" in record:
-                episode = episodes[name] = Episode(name)
+                episode = episodes[name] = VerifiersEpisode(name)
                 episode.task = asyncio.create_task(play(env, episode, record["task"]))
                 episode.task.add_done_callback(lambda _, name=name: episodes.pop(name, None))
             elif name in episodes and "reply" in record:

@@ -44,7 +44,7 @@ class Request:
 
 
 @attrs.frozen(kw_only=True)
-class Answer:
+class CallAnswer:
     """The result of a request: a value or a failure."""
 
     number: int = 0
@@ -119,14 +119,14 @@ class EnvironmentHost:
         result that cannot be pickled, becomes a failure."""
         try:
             value = await caught(lambda: getattr(self, asked.call)(*pickle.loads(asked.arguments)))
-            return pickle.dumps(Answer(number=asked.number, value=value))
+            return pickle.dumps(CallAnswer(number=asked.number, value=value))
         except EnvironmentFailure as error:
             failure = (error.kind, error.args[1])
         except KeyboardInterrupt:
             failure = ("KeyboardInterrupt", "")
         except Exception as error:
             failure = (type(error).__name__, f"its answer cannot be pickled: {error}")
-        return pickle.dumps(Answer(number=asked.number, failure=failure))
+        return pickle.dumps(CallAnswer(number=asked.number, failure=failure))
 
 
 def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickle stores the name of a class's module, and the controller could not find `Answer` in a module `__main__`.
+    # Pickle stores the name of a class's module, and the controller could not find `CallAnswer` in a module `__main__`.
     from rl_rollout import environment_process
 
     environment_process.main()

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 from rl_core.interfaces import Action, Environment, Prompt, Row, StepResult, ToolSchema
 from rl_rollout.environment_calls import EnvironmentFailure
-from rl_rollout.environment_process import LENGTH, Answer, Request
+from rl_rollout.environment_process import LENGTH, CallAnswer, Request
 from rl_rollout.held_interpreter import place_in
 
 _END_S = 5.0
@@ -38,13 +38,13 @@ def request_of(call: str, arguments: tuple[Any, ...], number: int = 0) -> bytes:
     return LENGTH.pack(len(request)) + request
 
 
-async def answer_from(answers: asyncio.StreamReader) -> Answer:
+async def answer_from(answers: asyncio.StreamReader) -> CallAnswer:
     """Reads the next answer. Raises IncompleteReadError if the process has ended."""
     (length,) = LENGTH.unpack(await answers.readexactly(LENGTH.size))
     return pickle.loads(await answers.readexactly(length))
 
 
-def value_in(answer: Answer) -> Any:
+def value_in(answer: CallAnswer) -> Any:
     """Returns the value of an answer. Raises what its failure says: KeyboardInterrupt or EnvironmentFailure."""
     if answer.failure is None:
         return answer.value
@@ -141,7 +141,7 @@ class EnvironmentProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _exchange(self, request: bytes) -> Answer:
+    async def _exchange(self, request: bytes) -> CallAnswer:
         try:
             await self.send(request)
             return await answer_from(self.answers)

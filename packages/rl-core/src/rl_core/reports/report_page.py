@@ -23,7 +23,7 @@ from rl_core.reports.jsonl import read_rows
 from rl_core.reports.progress import duration, readable
 from rl_core.reports.report_charts import Row, is_fraction, percent, points_of, run_charts, values_of
 from rl_core.reports.samples import FILE_NAME as SAMPLES_FILE_NAME
-from rl_core.reports.samples import Sample, read_samples
+from rl_core.reports.samples import WrittenSample, read_samples
 from rl_core.reports.trackers import METRICS_FILE_NAME
 
 _MAX_TEXT = 4000
@@ -157,7 +157,7 @@ def _shown_samples(run_dir: Path) -> _ShownSamples:
     if not (run_dir / SAMPLES_FILE_NAME).exists():
         return _ShownSamples()
     steps: dict[str, set[int]] = {"eval": set(), "train": set()}
-    failures: list[Sample] = []
+    failures: list[WrittenSample] = []
     num_failures = 0
     for sample in read_samples(run_dir):
         if sample.failure is None:
@@ -166,7 +166,7 @@ def _shown_samples(run_dir: Path) -> _ShownSamples:
             num_failures += 1
             failures += [sample] if num_failures <= _FAILURES_SHOWN else []
     wanted = {purpose: _start_middle_end(found) for purpose, found in steps.items()}
-    kept: dict[tuple[str, int], list[Sample]] = {}
+    kept: dict[tuple[str, int], list[WrittenSample]] = {}
     for sample in read_samples(run_dir):
         if sample.step in wanted[sample.purpose]:
             kept.setdefault((sample.purpose, sample.step), []).append(sample)
@@ -206,23 +206,25 @@ def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, in
     return stages
 
 
-def _stage(name: str, steps: Mapping[str, int], kept: Mapping[tuple[str, int], Sequence[Sample]]) -> dict[str, Any]:
+def _stage(
+    name: str, steps: Mapping[str, int], kept: Mapping[tuple[str, int], Sequence[WrittenSample]]
+) -> dict[str, Any]:
     choose = {"eval": _first_prompts, "train": _best_and_worst}
     cards = [card for purpose in choose if purpose in steps for card in choose[purpose](kept[purpose, steps[purpose]])]
     said = " · ".join(f"{_PURPOSES[purpose]}: step {steps[purpose]}" for purpose in choose if purpose in steps)
     return {"name": name, "steps": said, "cards": cards}
 
 
-def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def _first_prompts(samples: Sequence[WrittenSample]) -> list[dict[str, Any]]:
     """One sample of each of the first prompts, in the file's order: the same prompts at every stage, unless samples
     failed."""
-    firsts: dict[int, Sample] = {}
+    firsts: dict[int, WrittenSample] = {}
     for sample in samples:
         firsts.setdefault(sample.group, sample)
     return [_card(sample, "held out") for sample in list(firsts.values())[:_PROMPTS_PER_STAGE]]
 
 
-def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def _best_and_worst(samples: Sequence[WrittenSample]) -> list[dict[str, Any]]:
     """The samples with the highest and the lowest reward of the step; only one sample if all rewards are equal. Failed
     samples have a separate section."""
     rewarded = [sample for sample in samples if sample.reward is not None]
@@ -235,7 +237,7 @@ def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return [_card(best, "training, highest reward"), _card(worst, "training, lowest reward")]
 
 
-def _card(sample: Sample, label: str) -> dict[str, Any]:
+def _card(sample: WrittenSample, label: str) -> dict[str, Any]:
     return {
         "label": label,
         "prompt": _shortened(_prompt_of(sample)),
@@ -252,7 +254,7 @@ def _card(sample: Sample, label: str) -> dict[str, Any]:
     }
 
 
-def _prompt_of(sample: Sample) -> str:
+def _prompt_of(sample: WrittenSample) -> str:
     """The prompt's text, without the markup of the model's chat template."""
     if not sample.messages:
         return sample.prompt

@@ -11,7 +11,7 @@ from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config
 from rl_core.interfaces import Row, Tracker, Trajectory
-from rl_core.reports.samples import FILE_NAME, Sample, SamplesWriter, sample_of, with_logprobs
+from rl_core.reports.samples import FILE_NAME, SamplesWriter, WrittenSample, sample_of, with_logprobs
 from rl_core.reports.trackers import JsonlTracker
 from rl_core.tasks import code_of
 
@@ -94,7 +94,7 @@ class RunReporter:
         chosen = sorted(failed.union(_evenly_spread(len(trajectories), self._num_samples)))
         self._samples.write([self._sample(trajectories[index], step, "eval") for index in chosen])
 
-    def _sample(self, trajectory: Trajectory, step: int, purpose: Literal["train", "eval"]) -> Sample:
+    def _sample(self, trajectory: Trajectory, step: int, purpose: Literal["train", "eval"]) -> WrittenSample:
         row_of = self._row_of[purpose]
         row = None if row_of is None else row_of(trajectory.group_id)
         return sample_of(trajectory, step=step, purpose=purpose, row=row)

@@ -20,7 +20,7 @@ FILE_NAME = "samples.jsonl"
 
 
 @attrs.frozen(kw_only=True)
-class Sample:
+class WrittenSample:
     """One row of the file: one sample of one prompt."""
 
     step: int
@@ -68,11 +68,11 @@ def answer_of(row: Row) -> str | None:
 
 def sample_of(
     trajectory: Trajectory, *, step: int, purpose: Literal["train", "eval"], row: Row | None = None
-) -> Sample:
+) -> WrittenSample:
     """The sample of a trajectory, without its tokens. `row` is the trajectory's data row."""
     prompt = None if row is None else row.get("prompt")
     failed = trajectory.failure is not None
-    return Sample(
+    return WrittenSample(
         step=step,
         purpose=purpose,
         group=trajectory.group_id,
@@ -95,7 +95,7 @@ def _as_json(messages: list[Any]) -> list[Any]:
     return json.loads(json.dumps(messages, default=str))
 
 
-def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
+def with_logprobs(sample: WrittenSample, sequences: Batch) -> WrittenSample:
     """The sample with tokens and the log-probs of engine and trainer. `sequences` are the trajectory's sequences, with
     `old_logprobs`."""
 
@@ -126,7 +126,7 @@ class SamplesWriter:
             is_written_again=lambda row: row["step"] == evaluated and row["purpose"] == "eval",
         )
 
-    def write(self, samples: Iterable[Sample]) -> None:
+    def write(self, samples: Iterable[WrittenSample]) -> None:
         """Appends one row per sample and flushes. Leaves out the fields in `_LEFT_OUT_IF_NONE` that are None."""
         self._log.write([_row(sample) for sample in samples])
 
@@ -135,7 +135,7 @@ class SamplesWriter:
         self._log.close()
 
 
-def read_samples(run_dir: Path) -> Iterator[Sample]:
+def read_samples(run_dir: Path) -> Iterator[WrittenSample]:
     """The samples of a run in the order in which they were written, read lazily.
 
     Raises:
@@ -143,7 +143,7 @@ def read_samples(run_dir: Path) -> Iterator[Sample]:
     """
     for number, row in enumerate(read_rows(run_dir / FILE_NAME), start=1):
         try:
-            yield Sample(**row)
+            yield WrittenSample(**row)
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"{run_dir / FILE_NAME}, row {number}: not a sample of this version ({error.args[0]})"
@@ -153,6 +153,6 @@ def read_samples(run_dir: Path) -> Iterator[Sample]:
 _LEFT_OUT_IF_NONE = ("ground_truth", "messages", "turns", "tokens", "rollout_logprobs", "trainer_logprobs")
 
 
-def _row(sample: Sample) -> dict[str, Any]:
+def _row(sample: WrittenSample) -> dict[str, Any]:
     row = attrs.asdict(sample, recurse=False)
     return {name: value for name, value in row.items() if not (name in _LEFT_OUT_IF_NONE and value is None)}

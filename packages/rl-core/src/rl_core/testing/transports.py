@@ -51,7 +51,7 @@ def sample_tensors() -> dict[str, Tensor]:
 
 
 @attrs.frozen(eq=False)
-class Call:
+class TransportCall:
     """A running call in a separate daemon thread."""
 
     what: str
@@ -60,7 +60,7 @@ class Call:
     future: Future[Any] = attrs.field(factory=Future)
 
     @classmethod
-    def start(cls, deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> Call:
+    def start(cls, deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> TransportCall:
         """Calls the function in a new thread."""
         call = cls(what, deadline_s)
         threading.Thread(target=call._run, args=(function, *args), daemon=True).start()
@@ -91,7 +91,7 @@ class Call:
 
 
 @attrs.define
-class Ranks:
+class SendingRanks:
     """The ranks of one sync, and the tensors that each rank sends."""
 
     transport: WeightTransport
@@ -263,25 +263,25 @@ class WeightTransportConformance:
     @contextmanager
     def _sync(
         self, parts: Sequence[dict[str, Tensor]], *, num_engines: int = 1
-    ) -> Iterator[tuple[Ranks, Callable[..., Call]]]:
+    ) -> Iterator[tuple[SendingRanks, Callable[..., TransportCall]]]:
         rendezvous = self.transport.open(num_ranks=len(parts), num_engines=num_engines)
-        calls: list[Call] = []
+        calls: list[TransportCall] = []
 
-        def start(what: str, function: Callable[..., Any], *args: Any) -> Call:
-            calls.append(Call.start(self.deadline_s, what, function, *args))
+        def start(what: str, function: Callable[..., Any], *args: Any) -> TransportCall:
+            calls.append(TransportCall.start(self.deadline_s, what, function, *args))
             return calls[-1]
 
         try:
-            yield Ranks(self.transport, rendezvous, parts), start
+            yield SendingRanks(self.transport, rendezvous, parts), start
         finally:
             self._close(rendezvous)
         for call in calls:
             call.require_end()
 
     def _close(self, rendezvous: Rendezvous) -> None:
-        Call.start(self.deadline_s, "the transport's `close`", self.transport.close, rendezvous).result()
+        TransportCall.start(self.deadline_s, "the transport's `close`", self.transport.close, rendezvous).result()
 
-    def _send_all(self, ranks: Ranks, version: int, start: Callable[..., Call]) -> Manifest:
+    def _send_all(self, ranks: SendingRanks, version: int, start: Callable[..., TransportCall]) -> Manifest:
         sending = [start(f"rank {rank}'s `send`", ranks.send, version, rank) for rank in range(len(ranks.parts))]
         return merge_manifests([manifest.result() for manifest in sending])
 

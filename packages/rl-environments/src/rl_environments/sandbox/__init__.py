@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_environments.sandbox.limits import Limits, Outcome, SandboxError, Test
+    from rl_environments.sandbox.limits import ProgramLimits, ProgramOutcome, SandboxError, Test
     from rl_environments.sandbox.probing import escapes, probe_sandbox, shared_sandbox
     from rl_environments.sandbox.sandbox import Sandbox, Session
 
 _MODULES = {
-    "Limits": "rl_environments.sandbox.limits",
-    "Outcome": "rl_environments.sandbox.limits",
+    "ProgramLimits": "rl_environments.sandbox.limits",
+    "ProgramOutcome": "rl_environments.sandbox.limits",
     "Sandbox": "rl_environments.sandbox.sandbox",
     "SandboxError": "rl_environments.sandbox.limits",
     "Session": "rl_environments.sandbox.sandbox",
@@ -27,8 +27,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Limits",
-    "Outcome",
+    "ProgramLimits",
+    "ProgramOutcome",
     "Sandbox",
     "SandboxError",
     "Session",

@@ -25,7 +25,7 @@ class SandboxError(RLError, RuntimeError):
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class ProgramLimits:
     """Limits of one test. The files and processes of a test are removed before the next test begins. `processes`,
     `disk_bytes` and `files` have no effect with the mechanism `none`."""
 
@@ -75,7 +75,7 @@ class Test:
 
 
 @attrs.frozen(kw_only=True)
-class Outcome:
+class ProgramOutcome:
     """The outcome of one test of a program."""
 
     end: End
@@ -85,7 +85,7 @@ class Outcome:
     """The signal that ended the program if `end` is `signalled` or `cpu_limit`; else None."""
     stdout: str
     stderr: str
-    """stdout and stderr are each cut at `Limits.output_bytes`; bytes that are not UTF-8 are replaced."""
+    """stdout and stderr are each cut at `ProgramLimits.output_bytes`; bytes that are not UTF-8 are replaced."""
     is_complete: bool
     """Whether the function returned JSON data, or the check passed. Always False for a script."""
     value: Any = None

@@ -23,7 +23,7 @@ import attrs
 
 from rl_core.errors import ConfigError, DeadlineError
 from rl_environments.sandbox.bubblewrap import missing_programs
-from rl_environments.sandbox.limits import Limits, SandboxError, Test
+from rl_environments.sandbox.limits import ProgramLimits, SandboxError, Test
 from rl_environments.sandbox.sandbox import Mechanism, Sandbox
 from rl_environments.sandbox.seccomp import seccomp_filter
 from rl_environments.sandbox.slots import MOST_SLOTS
@@ -31,7 +31,7 @@ from rl_environments.sandbox.slots import MOST_SLOTS
 logger = logging.getLogger(__name__)
 Kind = Literal["auto", "bubblewrap", "landlock", "none"]
 _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
-_LIMITS = Limits(cpu_s=20, wall_s=60.0)
+_LIMITS = ProgramLimits(cpu_s=20, wall_s=60.0)
 _ESCAPES = """
 import os, socket
 

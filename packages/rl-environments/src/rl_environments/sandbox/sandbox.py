@@ -20,7 +20,7 @@ from rl_core.errors import DeadlineError
 from rl_core.interfaces import between
 from rl_environments.sandbox.bubblewrap import SUPERVISOR, WORK, bubblewrap_command
 from rl_environments.sandbox.inside import frames
-from rl_environments.sandbox.limits import Limits, Outcome, SandboxError, Test
+from rl_environments.sandbox.limits import ProgramLimits, ProgramOutcome, SandboxError, Test
 from rl_environments.sandbox.seccomp import seccomp_filter
 from rl_environments.sandbox.slots import MOST_SLOTS, Slot, locked_slot
 
@@ -59,15 +59,15 @@ class Sandbox:
     """Whether programs have a directory to write to; False with Landlock in a container that may not mount."""
 
     async def run(
-        self, program: str, tests: Sequence[Test], *, limits: Limits | None = None, wait_s: float = 300.0
-    ) -> tuple[Outcome, ...]:
+        self, program: str, tests: Sequence[Test], *, limits: ProgramLimits | None = None, wait_s: float = 300.0
+    ) -> tuple[ProgramOutcome, ...]:
         """Runs all tests of a program and returns their outcomes. See `opened` for arguments and errors."""
         async with self.opened(program, limits=limits, wait_s=wait_s) as session:
             return tuple([await session.run(test) for test in tests])
 
     @contextlib.asynccontextmanager
     async def opened(
-        self, program: str, *, limits: Limits | None = None, wait_s: float = 300.0
+        self, program: str, *, limits: ProgramLimits | None = None, wait_s: float = 300.0
     ) -> AsyncIterator[Session]:
         """Opens a sandbox for one program. All processes of the program have ended when the context ends.
 
@@ -79,7 +79,7 @@ class Sandbox:
             SandboxError: the supervisor failed.
             ConfigError: the directory of the slots' lock files cannot be used.
         """
-        limits = limits or Limits()
+        limits = limits or ProgramLimits()
         async with locked_slot(self.slots, wait_s=wait_s) as slot:
             process = await self._started(slot, limits)
             try:
@@ -89,7 +89,7 @@ class Sandbox:
             finally:
                 await self._ended(process, slot)
 
-    async def _started(self, slot: Slot, limits: Limits) -> asyncio.subprocess.Process:
+    async def _started(self, slot: Slot, limits: ProgramLimits) -> asyncio.subprocess.Process:
         with contextlib.ExitStack() as open_files:
             command, fds = self._command(slot, limits, open_files)
             return await asyncio.create_subprocess_exec(
@@ -105,7 +105,9 @@ class Sandbox:
                 start_new_session=True,
             )
 
-    def _command(self, slot: Slot, limits: Limits, open_files: contextlib.ExitStack) -> tuple[list[str], list[int]]:
+    def _command(
+        self, slot: Slot, limits: ProgramLimits, open_files: contextlib.ExitStack
+    ) -> tuple[list[str], list[int]]:
         if self.mechanism != "bubblewrap":
             return _python(self.python, str(_SOURCE)), []
         paths = sorted(_INSIDE.glob("*.py"))
@@ -120,7 +122,7 @@ class Sandbox:
         )
         return command, fds
 
-    def _settings(self, slot: Slot, limits: Limits) -> dict[str, Any]:
+    def _settings(self, slot: Slot, limits: ProgramLimits) -> dict[str, Any]:
         confined = self.mechanism != "none"
         # The limit also counts the supervisor, which is process 1 of the namespace.
         own = 1 if self.mechanism == "bubblewrap" else 0
@@ -150,8 +152,8 @@ class Sandbox:
         """Ends the processes that a killed supervisor has left: starts a new supervisor, which ends all processes of
         the slot's user. If this takes too long, only logs a warning, because an exception would replace the first
         supervisor's error."""
-        process = await self._started(slot, Limits())
-        settings = {**self._settings(slot, Limits()), "clear": True}
+        process = await self._started(slot, ProgramLimits())
+        settings = {**self._settings(slot, ProgramLimits()), "clear": True}
         try:
             await asyncio.wait_for(process.communicate(frames.packed(settings)), _END_S)
         except TimeoutError:
@@ -175,10 +177,10 @@ def _python(python: str, root: str) -> list[str]:
 class Session:
     """A program in an open sandbox; `run` tests it any number of times."""
 
-    def __init__(self, process: asyncio.subprocess.Process, program: str, limits: Limits, *, who: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, program: str, limits: ProgramLimits, *, who: str) -> None:
         self.process, self._program, self._limits, self._who = process, program, limits, who
         self._token = secrets.token_hex(16)
-        self._syntax_error: Outcome | None = None
+        self._syntax_error: ProgramOutcome | None = None
         self.has_disk = True
 
     async def begin(self, settings: dict[str, Any]) -> None:
@@ -186,7 +188,7 @@ class Session:
         answer = await self._asked({**settings, "program": self._program, "token": self._token}, _START_S)
         self.has_disk = answer["work"] is not None
 
-    async def run(self, test: Test) -> Outcome:
+    async def run(self, test: Test) -> ProgramOutcome:
         """Runs one test and returns its outcome, whatever the program does.
 
         After a syntax error, further calls return the same outcome without starting the program.
@@ -203,14 +205,14 @@ class Session:
             self._syntax_error = outcome
         return outcome
 
-    def _outcome(self, answer: dict[str, Any]) -> Outcome:
+    def _outcome(self, answer: dict[str, Any]) -> ProgramOutcome:
         record = self._record(answer["record"])
         if record.get("end") == "broken":
             raise SandboxError(f"{self._who} could not confine the program: {answer['stderr'][-500:]}")
         status = answer["status"]
         ended_by = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
         end = answer["end"] or record.get("end") or ("exited" if ended_by is None else "signalled")
-        return Outcome(
+        return ProgramOutcome(
             end=end,
             exit_code=os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None,
             signal=ended_by if end in ("signalled", "cpu_limit") else None,

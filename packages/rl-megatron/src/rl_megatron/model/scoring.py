@@ -13,7 +13,7 @@ from rl_megatron.model.parallel_logprobs import parallel_logprobs
 from rl_megatron.place import tensor_group
 
 
-class TokenScorer:
+class ChunkScorer:
     """Computes log-probs and entropies of tokens from the last hidden states of a language model."""
 
     score_names = ("logprobs", "entropies")

@@ -50,7 +50,7 @@ class ValueHead(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
 
 
-class ValueScorer:
+class ChunkValueScorer:
     """Computes for each token the value of the state before it. Like the token's log-prob, the value depends only on
     the tokens before it."""
 

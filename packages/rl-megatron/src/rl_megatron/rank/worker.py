@@ -45,8 +45,8 @@ from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_
 from rl_megatron.model.chunks import build_chunks, open_bridge
 from rl_megatron.model.export import WeightExport, gradients_as_weights
 from rl_megatron.model.lora import write_adapter
-from rl_megatron.model.scoring import TokenScorer, zero_of
-from rl_megatron.model.value_head import ValueScorer, head_tensors
+from rl_megatron.model.scoring import ChunkScorer, zero_of
+from rl_megatron.model.value_head import ChunkValueScorer, head_tensors
 from rl_megatron.options import mesh_of
 from rl_megatron.place import context_group
 from rl_megatron.rank.auxiliary_losses import AuxiliaryLosses
@@ -93,11 +93,13 @@ class MegatronWorker(Worker):
         self._has_gradients = False
         self._background: BackgroundWriter | None = None
         self._perturbation: Perturbation | None = None
-        self.scorer: TokenScorer | ValueScorer | None = None
+        self.scorer: ChunkScorer | ChunkValueScorer | None = None
         last = unwrap_model(self.chunks)[-1]
         if last.post_process:
             is_critic = spec.role == "critic"
-            self.scorer = ValueScorer(last) if is_critic else TokenScorer(last, chunk_tokens=spec.logprobs_chunk_size)
+            self.scorer = (
+                ChunkValueScorer(last) if is_critic else ChunkScorer(last, chunk_tokens=spec.logprobs_chunk_size)
+            )
         self.optimizer: Optimizer | None = None
         if spec.optimizer is not None:
             mark_shards(self.chunks, self.place.mesh.expert_tensor)
@@ -351,7 +353,7 @@ class MegatronWorker(Worker):
 
     @property
     def _score_names(self) -> tuple[str, ...]:
-        return ValueScorer.score_names if self.spec.role == "critic" else TokenScorer.score_names
+        return ChunkValueScorer.score_names if self.spec.role == "critic" else ChunkScorer.score_names
 
     def _scores(
         self,

@@ -1,7 +1,7 @@
 """One rank of a backend under test: the host of its worker and, with several ranks, its process.
 
-The test's process (`ranks.py`) sends calls, and each returns a result or a `Failure`. Between calls, the rank waits
-until the next call arrives, the test's process closes the connection, or the rank is killed.
+The test's process (`ranks.py`) sends calls, and each returns a result or a `SuiteFailure`. Between calls, the rank
+waits until the next call arrives, the test's process closes the connection, or the rank is killed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SuiteHost(RankHost):
 
 
 @attrs.frozen(kw_only=True)
-class Failure:
+class SuiteFailure:
     """A rank's answer to a call that raised. Also represents a rank that will never answer."""
 
     summary: str
@@ -104,11 +104,11 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
             connection.send_bytes(answer)
 
 
-def _failure_of(error: Exception) -> Failure:
+def _failure_of(error: Exception) -> SuiteFailure:
     summary, text = f"{type(error).__name__}: {error}", traceback.format_exc()
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         # The error cannot be pickled, e.g. because its class takes more arguments than a message: only text is sent.
-        return Failure(summary=summary, traceback=text)
-    return Failure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)
+        return SuiteFailure(summary=summary, traceback=text)
+    return SuiteFailure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)

@@ -52,7 +52,7 @@ from rl_core.testing.recording_transport import Published, RecordingTransport
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.group import MicroBatchLimits, WorkerGroup
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
-from rl_transformers.testing.rank_process import Failure, Setting, SuiteHost, serve
+from rl_transformers.testing.rank_process import Setting, SuiteFailure, SuiteHost, serve
 
 PRELOADED = dict.fromkeys(
     ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_transformers.testing.backend"]
@@ -223,7 +223,7 @@ class ProcessRanks:
             except BrokenPipeError:
                 answers[rank] = self._death_of(rank)
         self._receive(answers, timeout_s)
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, SuiteFailure)}
         if failures or len(answers) < len(arguments):
             silent = sorted(set(range(len(arguments))) - set(answers))
             raise self._error_of(method.__name__, failures, silent, timeout_s)
@@ -236,7 +236,7 @@ class ProcessRanks:
         deadline, has_failed, num_idle_looks = time.monotonic() + timeout_s, False, 0
         activities = [_Activity(Path(f"/proc/{process.pid}/task")) for process in self._processes]
         while len(answers) < len(self._connections):
-            if not has_failed and any(isinstance(answer, Failure) for answer in answers.values()):
+            if not has_failed and any(isinstance(answer, SuiteFailure) for answer in answers.values()):
                 has_failed, deadline = True, min(deadline, time.monotonic() + _LONGEST_SETTLE_S)
             waiting = {self._connections[r]: r for r in range(len(self._connections)) if r not in answers}
             left_s = max(0.0, deadline - time.monotonic())
@@ -257,11 +257,13 @@ class ProcessRanks:
                 except (EOFError, ConnectionResetError):
                     answers[rank] = self._death_of(rank)
 
-    def _death_of(self, rank: int) -> Failure:
+    def _death_of(self, rank: int) -> SuiteFailure:
         self._processes[rank].join(timeout=_END_S)
-        return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
+        return SuiteFailure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
 
-    def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int], timeout_s: float) -> RLError:
+    def _error_of(
+        self, method: str, failures: dict[int, SuiteFailure], silent: Sequence[int], timeout_s: float
+    ) -> RLError:
         """Returns one error for all failures. The ranks stay alive only if all raised an RLError of the same type."""
         agreed = {type(failure.user_error) for failure in failures.values()}
         size = len(self._connections)
