@@ -117,9 +117,9 @@ def adapted_reference(case: Case, adapter: Path) -> ReferenceWorker:
     config = case.spec.optimizer
     assert config is not None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    reference.optimizer = torch.optim.AdamW(
-        trained, lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay
-    )
+    reference.optimizers = [
+        torch.optim.AdamW(trained, lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay)
+    ]
     return reference
 
 

@@ -218,16 +218,18 @@ class OffloadableWorker(PlainWorker):
             self.elsewhere["parameters"] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             for parameter in self.model.parameters():
                 parameter.data.fill_(float("nan"))
-        if optimizer and self.optimizer is not None:
-            self.elsewhere["optimizer"] = self.optimizer.state_dict()
-            self.optimizer.load_state_dict({"state": {}, "param_groups": self.elsewhere["optimizer"]["param_groups"]})
+        if optimizer:
+            self.elsewhere["optimizers"] = [kept.state_dict() for kept in self.optimizers]
+            for kept in self.optimizers:
+                kept.load_state_dict({"state": {}, "param_groups": kept.state_dict()["param_groups"]})
 
     def onload(self, *, parameters, optimizer):
         if parameters:
             for name, parameter in self.model.named_parameters():
                 parameter.data.copy_(self.elsewhere["parameters"][name])
-        if optimizer and self.optimizer is not None:
-            self.optimizer.load_state_dict(self.elsewhere["optimizer"])
+        if optimizer:
+            for kept, state in zip(self.optimizers, self.elsewhere["optimizers"], strict=True):
+                kept.load_state_dict(state)
 
 
 # --- more faults, most of which show only with several ranks --------------------------------------------------------

@@ -220,9 +220,15 @@ class ExportsOneBucket(PlainWorker):
 
 class ForgetsTheOptimizer(PlainWorker):
     def load_state(self, directory):
-        optimizer, self.optimizer = self.optimizer, None
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
         super().load_state(directory)
-        self.optimizer = optimizer
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+class StepsEverythingByAdamW(PlainWorker):
+    def __init__(self, spec, rank):
+        super().__init__(attrs.evolve(spec, optimizer=attrs.evolve(spec.optimizer, name="adamw")), rank)
 
 
 class ForgetsTheSchedule(PlainWorker):
@@ -428,6 +434,7 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (IgnoresTemperature, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (LosesItsGradientsWhenItScores, ONE, "test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch"),
     (ScoresOneTokenLate, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (StepsEverythingByAdamW, ONE, "test_muon_is_stepped_exactly_or_refused_by_name"),
     (AttendsOverAWholeMicroBatch, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (plain.ReturnsScoresInThePlansOrder, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (plain.ReturnsScoresInThePlansOrder, TWO, "test_logprobs_and_entropies_of_the_stream"),

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -97,10 +98,12 @@ class PressTwiceAtStep3(Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def pressing_tracker(*_: object, **__: object) -> JsonlTracker:
+class PressingTracker(JsonlTracker):
     """Ctrl-C during set-up: the models are loaded, and the run makes its trackers."""
-    os.kill(os.getpid(), signal.SIGINT)
-    return JsonlTracker(*_, **__)  # pyright: ignore[reportArgumentType]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        super().__init__(*args, **kwargs)
 
 
 def train_and_say(config: Config, stderr: Path) -> None:
@@ -213,7 +216,7 @@ def test_an_interrupted_run_ends_cleanly_and_resumes_exactly(
 
 
 def test_an_interruption_during_set_up_ends_at_once_and_cleanly(small_run: BuildConfig, tmp_path: Path):
-    config = small_run(tmp_path / "run", trainer__logger=[f"{__name__}:pressing_tracker"])
+    config = small_run(tmp_path / "run", trainer__logger=[f"{__name__}:PressingTracker"])
     printed = interrupted_in_child(config, tmp_path / "stderr")
     assert not any(word in printed for word in ("Traceback", "never", "destroyed")), printed
     assert without_times(tmp_path / "run") == []

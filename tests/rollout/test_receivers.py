@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 TRANSPORT = """
+from rl_core.interfaces import WeightTransport
+
 print("imported")
 
-class Transport:
+class Transport(WeightTransport):
     name, is_staged, receiver = "{name}", True, "{name}:Receiver"
 
     def open(self, *, num_ranks, num_engines): ...

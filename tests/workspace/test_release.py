@@ -69,7 +69,7 @@ def test_a_faulty_folder_is_found(dist: Path, tmp_path: Path):
             packed.writestr(path, data.replace(b"Metadata-Version:", b"Metadata-Sort:") if is_metadata else data)
     found = "\n".join(problems(folder))
     assert "rl_fsdp-0.1.0.tar.gz is missing" in found
-    assert "15 files, 14 expected" in found
+    assert "17 files, 16 expected" in found
     assert "twine check: " in found
 
 

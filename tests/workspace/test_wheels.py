@@ -30,7 +30,10 @@ from tests.workspace.imports import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ON_RAY = "rl_core.workers.ray_cluster rl_core.workers.ray_rank rl_core.workers.ray_ranks"
-BEHIND_EXTRAS = f"rl_core.testing rl_transformers.rank rl_transformers.testing {ON_RAY} rl_rollout.vllm"
+BEHIND_EXTRAS = (
+    f"rl_core.testing rl_transformers.rank rl_transformers.testing {ON_RAY} rl_rollout.vllm "
+    "rl_environments.verifiers_process"
+)
 
 MEGATRON_RANK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/single_packages.md").read_text(), flags=re.DOTALL)[-1]
 """A script that trains the model in the folder `model`."""
