@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rl_core.config import Config, dump_yaml, from_mapping, load
+from rl_core.config import Config, from_mapping, load
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.trainer.state.checkpoint import RunState, delete_old_checkpoints, list_checkpoints
 from rl_core.trainer.state.run_directory import MARK, newest_config, open_run_directory, set_aside_later_steps
@@ -169,20 +169,19 @@ async def test_nothing_is_moved_or_written_in_a_directory_that_is_no_run(tmp_pat
     open_run_directory(config_of(other, resume_mode=mode))
 
 
-async def test_a_run_directory_is_recognised_by_its_mark_or_else_by_the_files_of_a_run(tmp_path: Path):
-    new, old, fetched = (tmp_path / name for name in ("new", "old", "fetched"))
+async def test_a_run_directory_is_recognised_by_its_mark_or_by_a_complete_checkpoint(tmp_path: Path):
+    new, fetched, foreign = (tmp_path / name for name in ("new", "fetched", "foreign"))
     open_run_directory(config_of(new))
     open_run_directory(config_of(new, seed=2))
-    for run_dir, rows, checkpoints in ((old, range(3), []), (fetched, range(0), [2])):
+    for run_dir, rows, checkpoints in ((fetched, range(0), [2]), (foreign, range(3), [])):
         await write_run(run_dir, rows=rows, checkpoints=checkpoints)
         (run_dir / MARK).unlink()
-    (old / "config.yaml").write_text(dump_yaml(config_of(old)))
     for path in (fetched / "metrics.jsonl", fetched / "samples.jsonl"):
         path.unlink()
     assert open_run_directory(config_of(fetched, resume_mode="latest")).state.step == 2
-    open_run_directory(config_of(old))
-    assert (tmp_path / "old.1" / "metrics.jsonl").exists()
-    assert all((run_dir / MARK).exists() for run_dir in (new, old, fetched))
+    with pytest.raises(ConfigError, match=r"nothing shows that a run wrote them"):
+        open_run_directory(config_of(foreign))
+    assert all((run_dir / MARK).exists() for run_dir in (new, fetched))
 
 
 async def test_a_partly_fetched_checkpoint_does_not_make_a_directory_foreign(tmp_path: Path):

@@ -101,26 +101,6 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
     assert found[1].group.trajectories[0].steps[1].reward == float(np.float32(0.1))
 
 
-def test_groups_stored_before_steps_had_kept_tokens_can_be_read(tmp_path: Path):
-    groups = [stored(1, 0, trajectory(1, step(2)))]
-    write_groups(tmp_path, groups)
-    described = json.loads((tmp_path / "finished_groups.json").read_text())
-    for name in ("kept_counts", "kept_ids"):
-        del described[0]["trajectories"][0]["steps"][0][name]
-    (tmp_path / "finished_groups.json").write_text(json.dumps(described))
-    assert plain(read_groups(tmp_path)) == plain(groups)
-
-
-def test_groups_stored_before_steps_had_loss_masks_can_be_read(tmp_path: Path):
-    groups = [stored(1, 0, trajectory(1, step(2, token_rewards=[0.5, 1.0]), step(3)))]
-    write_groups(tmp_path, groups)
-    described = json.loads((tmp_path / "finished_groups.json").read_text())
-    for one in described[0]["trajectories"][0]["steps"]:
-        del one["has_loss_mask"]
-    (tmp_path / "finished_groups.json").write_text(json.dumps(described))
-    assert plain(read_groups(tmp_path)) == plain(groups)
-
-
 @given(values=st.lists(st.floats(allow_nan=False, max_value=0.0), min_size=1, max_size=20))
 def test_log_probs_come_back_without_rounding(tmp_path_factory: pytest.TempPathFactory, values: list[float]):
     directory = tmp_path_factory.mktemp("groups")
