@@ -39,19 +39,27 @@ TOLERANCE = 1e-4
 
 
 class Chatter(Environment):
-    """Takes one to five turns, depending on the episode's number. In every seventh episode the first step raises."""
+    """Takes one to five turns, depending on the episode's number. In every seventh episode the first step raises. Some
+    episodes of five turns wait in each step for the next weights, so that several versions sample on any machine.
+    """
 
     numbers: ClassVar[Iterator[int]]
+    weights: ClassVar[dict[int, dict[str, Tensor]]]
+    """Version → published weights; grows during the test."""
 
     def __init__(self, row: Any, options: Any) -> None:
         self.number = next(self.numbers)
         self.left = 1 + self.number % 5
+        self.num_versions = len(self.weights)
 
     async def reset(self) -> str:
         return f"{self.number}+"
 
     async def step(self, action: Any) -> StepResult:
         await asyncio.sleep(0.001 * (self.number % 3))
+        while self.number % 50 == 4 and len(self.weights) == self.num_versions:
+            await asyncio.sleep(0.01)
+        self.num_versions = len(self.weights)
         if self.number % 7 == 6:
             raise ConnectionError("the judge is gone")
         self.left -= 1
@@ -117,7 +125,7 @@ async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Traject
     await bench.client.pause("keep")
     await bench.publish(own, first_version)
     await bench.client.resume()
-    Chatter.numbers = itertools.count()
+    Chatter.numbers, Chatter.weights = itertools.count(), disturbance.weights
     generator = EnvironmentGenerator(
         watched,  # pyright: ignore[reportArgumentType]
         TokenCodec(bench.tokenizer, chat_template_kwargs={}),
